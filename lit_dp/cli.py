@@ -1,0 +1,129 @@
+"""`python -m lit_dp fit | validate | test | predict`: LightningCLI with our defaults and one folder a run."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lit_dp.engine.progress import EpochLines
+from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
+from lit_dp.trainer import Trainer
+from lit_dp.usage import Parser, config_name, with_shipped_configs
+
+
+class LitCLI(LightningCLI):
+    """Parses a config, builds model, data and trainer, and runs the command that was typed.
+
+    Args:
+        args: command line, `sys.argv[1:]` by default.
+        run: False only builds `model`, `datamodule` and `trainer` from a config without a command.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        super().__init__(
+            model_class=LightningModule,
+            subclass_mode_model=True,
+            datamodule_class=LightningDataModule,
+            subclass_mode_data=True,
+            trainer_class=Trainer,
+            trainer_defaults={"default_root_dir": "runs", "max_epochs": 10},
+            parser_class=Parser,
+            save_config_callback=SaveRunConfig,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            args=args,
+            run=run,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str | None, default=None, help="Run folder below trainer.default_root_dir.")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": "val/acc",
+                "checkpoint.mode": "max",
+                "checkpoint.save_last": True,
+                "checkpoint.filename": "best",
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if args is None or isinstance(args, list):
+            args = with_shipped_configs(sys.argv[1:] if args is None else args)
+        self.config = parser.parse_object(args) if isinstance(args, dict) else parser.parse_args(args)  # type: ignore
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        config.name = config.name or config_name(config.config)
+
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
+        logger = self._get(self.config_init, "trainer").logger
+        return super().instantiate_trainer(logger=self._loggers(logger), **kwargs)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> LightningTrainer:
+        # Bars are for terminals; lines are for both. Neither is a matter of the saved config.
+        bar = config["enable_progress_bar"] is not False and sys.stdout.isatty()
+        lines = [] if config["enable_progress_bar"] is False else [EpochLines()]
+        bars = [RichProgressBar(refresh_rate=4)] if bar else []
+        config = {**config, "enable_progress_bar": bar}
+        if config["enable_checkpointing"] is False or config["fast_dev_run"]:
+            callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
+        return super()._instantiate_trainer(config, [*callbacks, *lines, *bars])
+
+    def _loggers(self, configured: Any) -> list[Logger] | bool:
+        """The run folder first, then what the config adds; `logger: false` writes nothing."""
+        if configured is False:
+            return False
+        more = configured if isinstance(configured, list) else [configured]
+        return [self._run_folder(), *(logger for logger in more if isinstance(logger, Logger))]
+
+    def _run_folder(self) -> CSVLogger:
+        root = Path(self._get(self.config_init, "trainer").default_root_dir)
+        name = self._get(self.config_init, "name")
+        if self.subcommand in (None, "fit"):
+            return RunFolder(root, name)
+        # What a checkpoint is found to be worth lies beside it.
+        of_checkpoint = run_folder_of(self._get(self.config_init, "ckpt_path"))
+        return RunFolder(of_checkpoint, self.subcommand) if of_checkpoint else RunFolder(root, f"{name}/{self.subcommand}")
+
+    def _check_data(self) -> None:
+        """Find in this process, before others are started, what is wrong with the data."""
+        if check := getattr(self.datamodule, "check", None):
+            check(world_size=self.trainer.num_devices * self.trainer.num_nodes)
+
+    before_fit = before_validate = before_test = before_predict = _check_data
+
+    def after_fit(self) -> None:
+        """Draw the curves and say what came out and what to type next."""
+        folder = self.trainer.log_dir  # all ranks: it broadcasts
+        if not self.trainer.is_global_zero or self.trainer.fast_dev_run or folder is None:
+            return
+        from lit_dp.commands.plots import draw_curves
+
+        draw_curves(Path(folder) / "metrics.csv", Path(folder) / "curves.png")
+        best = self.trainer.checkpoint_callback
+        if isinstance(best, ModelCheckpoint) and best.best_model_path and best.best_model_score is not None:
+            checkpoint = _relative(best.best_model_path)
+            print(f"best {best.monitor} {float(best.best_model_score):.4f}")
+            print(f"checkpoint {checkpoint}")
+            print(f"next: python -m lit_dp test --config {_relative(folder)}/config.yaml --ckpt_path {checkpoint}")
+
+    def after_test(self) -> None:
+        """Draw the confusion matrix, where the module counted one."""
+        folder = self.trainer.log_dir
+        counts = getattr(self.model, "confusion_matrix", None)
+        if self.trainer.is_global_zero and folder is not None and counts is not None:
+            from lit_dp.commands.plots import draw_confusion
+
+            draw_confusion(counts.cpu(), getattr(self.datamodule, "classes", None), Path(folder) / "confusion.png")
+
+
+def _relative(path: str | Path) -> Path:
+    """As one would type it: relative to the working folder where it lies below it."""
+    path = Path(path)
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,70 @@
+"""Pictures of a run."""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+from torch import Tensor
+
+Curves = dict[str, tuple[list[int], list[float]]]
+"""x and y values by metric name."""
+
+
+def read_metrics(path: Path) -> Curves:
+    """Curves from a CSVLogger's metrics.csv: x is the epoch, counted from 1; non-numeric cells are left out."""
+    curves: Curves = defaultdict(lambda: ([], []))
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            for name, cell in row.items():
+                if name not in ("epoch", "step") and cell:
+                    curves[name][0].append(int(row["epoch"]) + 1)
+                    curves[name][1].append(float(cell))
+    return dict(curves)
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """One panel a metric, train and val in it: losses first, then whatever else was logged."""
+    if not metrics.exists():
+        return
+    curves = read_metrics(metrics)
+    panels: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(curves, key=lambda n: ("loss" not in n, n)):
+        panels[name.split("/")[-1]].append(name)
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False, layout="constrained")
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+        for name in names:
+            axis.plot(*curves[name], marker=".", label=name)
+        axis.set(title=title, xlabel="epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> None:
+    """Counts (true class, predicted class), each row coloured by its share; numbers where they fit."""
+    n = len(counts)
+    names = classes if classes is not None and len(classes) == n else [str(i) for i in range(n)]
+    share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    size = max(4.0, 0.45 * n + 1.5) if n <= 40 else 12.0
+    figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+    axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    axis.set(xlabel="predicted", ylabel="true", title=f"{int(counts.trace()):,} of {int(counts.sum()):,} right")
+    if n <= 40:
+        axis.set_xticks(range(n), names, rotation=90)
+        axis.set_yticks(range(n), names)
+    if n <= 20:
+        for true in range(n):
+            for predicted in range(n):
+                if count := int(counts[true, predicted]):
+                    colour = "white" if share[true, predicted] > 0.5 else "black"
+                    axis.text(predicted, true, str(count), ha="center", va="center", color=colour, fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)

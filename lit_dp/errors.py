@@ -1,0 +1,9 @@
+"""Errors a person can act on: printed as one line, without a traceback (see `__main__`)."""
+
+
+class ConfigError(ValueError):
+    """What was typed or configured cannot work. Found before training; exit code 2."""
+
+
+class RunError(RuntimeError):
+    """The run met something that it cannot go on with (a corrupt file, a full disk). Exit code 1."""

@@ -1,0 +1,213 @@
+"""The training loop written by hand with DistributedDataParallel: what Lightning's Trainer does for `module.py`.
+
+    torchrun --nproc-per-node 2 -m lit_dp.raw_ddp --config digits
+
+It takes the same steps, bit for bit, as `python -m lit_dp fit --config digits --trainer.strategy ddp` on as many
+processes (law L1, tests/test_parity.py). It is written to be read: each line that a tutorial tends to get wrong says why.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lit_dp.engine.parity import StepReport
+from lit_dp.errors import ConfigError
+
+
+class TrainingStep(nn.Module):
+    """DDP reduces gradients only for what runs through its own `forward`: so make `training_step` that forward."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.module.training_step(batch, batch_idx)
+        return output["loss"] if isinstance(output, dict) else output
+
+
+def fit(
+    module: LightningModule,
+    datamodule: LightningDataModule,
+    *,
+    epochs: int,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    bf16: bool = False,
+    seed: int = 0,
+    on_step: Callable[[StepReport], None] | None = None,
+    on_epoch: Callable[[int], None] | None = None,
+    save_to: Path | None = None,
+) -> None:
+    """Train `module` in place. Every rank calls this, with the variables set that torchrun sets.
+
+    Args:
+        module: anything with `training_step` and `configure_optimizers` (one optimizer; schedulers per epoch or step).
+        datamodule: its `train_dataloader` gives the dataset, batch size per rank, workers and collate function.
+        epochs: passes over the dataset.
+        accumulate: micro-batches a step; the gradient is the mean over all samples of the step.
+        clip_norm: largest 2-norm of the gradient, taken over all parameters.
+        bf16: run the forward pass in bfloat16 autocast.
+        seed: of the order of samples, equal on all ranks, and of dropout.
+        on_step: called on every rank after each optimizer step.
+        on_epoch: called on every rank after each epoch, with the process group still up.
+        save_to: where rank 0 writes the weights at the end.
+    """
+    with process_group() as device:
+        seed_everything(seed, verbose=False)
+        set_up_data(datamodule)
+        loader, sampler = sharded(datamodule.train_dataloader(), seed)
+        module.to(device).train()
+        module.log = module.log_dict = lambda *args, **kwargs: None  # there is no Trainer to log to
+        model = DistributedDataParallel(
+            TrainingStep(module), device_ids=[device.index] if device.type == "cuda" else None
+        )
+        optimizer, schedulers = optimizer_and_schedulers(module)
+        autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+
+        step, losses = 0, []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)  # without it every epoch has the order of the first
+            for index, batch in enumerate(loader):
+                if index % accumulate == 0:
+                    optimizer.zero_grad()
+                batch = datamodule.on_after_batch_transfer(move_data_to_device(batch, device), 0)
+                last = (index + 1) % accumulate == 0 or index + 1 == len(loader)
+                # The forward pass belongs inside no_sync too: it is forward that arms the reduction of backward.
+                with nullcontext() if last else model.no_sync():
+                    with autocast:
+                        loss = model(batch, index)  # through the wrapper: model.module(...) would not synchronise
+                    loss = loss / window_over_batch(index, accumulate, loader, sampler)
+                    loss.backward()  # DDP averages gradients over ranks here, not in optimizer.step()
+                losses.append(loss)
+                if not last:
+                    continue
+                if clip_norm is not None:  # after the reduction, or each rank would clip by its own norm
+                    nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+                optimizer.step()
+                step_schedulers(schedulers, "step")
+                if on_step is not None:
+                    on_step(StepReport.of(module, optimizer, epoch, step, losses))
+                step, losses = step + 1, []
+            step_schedulers(schedulers, "epoch")
+            if on_epoch is not None:
+                on_epoch(epoch)
+                module.train()
+
+        if save_to is not None and dist.get_rank() == 0:  # replicas are equal: one rank writes
+            torch.save(model.module.module.state_dict(), save_to)  # model.state_dict() would prefix every name
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join the other ranks; yields this rank's device. Leaves in order: an undestroyed gloo group aborts some exits."""
+    if "RANK" not in os.environ:
+        raise ConfigError("raw_ddp needs a launcher: torchrun --nproc-per-node 2 -m lit_dp.raw_ddp --config digits")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def set_up_data(datamodule: LightningDataModule) -> None:
+    """Download on one process a host, then build the datasets on all."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        datamodule.prepare_data()
+    dist.barrier()
+    datamodule.setup("fit")
+
+
+def sharded(loader: DataLoader, seed: int) -> tuple[DataLoader, DistributedSampler]:
+    """The same loader, reading only this rank's share.
+
+    The seed must be equal on all ranks: the shards are disjoint because all ranks draw the same permutation and
+    rank r takes every W-th sample of it, from the r-th on.
+    """
+    sampler = DistributedSampler(loader.dataset, shuffle=True, seed=seed)  # pyright: ignore[reportArgumentType]
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers,
+    ), sampler
+
+
+def window_over_batch(index: int, accumulate: int, loader: DataLoader, sampler: DistributedSampler) -> float:
+    """Samples of the accumulation window that micro-batch `index` is in, over the samples of that micro-batch.
+
+    Dividing by it makes the accumulated gradient the mean over the window's samples. In a full window this is
+    `accumulate`; in the last window of an epoch, which may be shorter, it is not.
+    """
+    batch_size, samples = loader.batch_size or 1, len(sampler)
+    window_start = index // accumulate * accumulate * batch_size
+    window = min(accumulate * batch_size, samples - window_start)
+    return window / min(batch_size, samples - index * batch_size)
+
+
+def optimizer_and_schedulers(module: LightningModule) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """What `configure_optimizers` returned, in one shape.
+
+    Raises:
+        ConfigError: several optimizers, or a scheduler that follows a metric: this loop is for the plain case.
+    """
+    configured = module.configure_optimizers()
+    if isinstance(configured, Optimizer):
+        return configured, []
+    if isinstance(configured, dict):
+        optimizers, schedulers = [configured["optimizer"]], [configured.get("lr_scheduler")]
+    else:
+        optimizers, schedulers = configured if isinstance(configured[0], list) else (configured, [])  # type: ignore
+    if len(optimizers) != 1:
+        raise ConfigError(f"raw_ddp trains with one optimizer; configure_optimizers returned {len(optimizers)}")
+    entries = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
+    for entry in entries:
+        if not isinstance(entry["scheduler"], LRScheduler) or "monitor" in entry:
+            raise ConfigError(f"raw_ddp steps schedulers per epoch or per step, not {type(entry['scheduler']).__name__}")
+    return optimizers[0], entries
+
+
+def step_schedulers(schedulers: list[dict[str, Any]], interval: str) -> None:
+    """Advance the schedulers that count in `interval` ("epoch", the default of Lightning, or "step")."""
+    for entry in schedulers:
+        if entry.get("interval", "epoch") == interval:
+            entry["scheduler"].step()
+
+
+def main() -> None:
+    """Train what a config describes: model, data and the trainer's plain settings are read, the rest is this file."""
+    from lit_dp.cli import LitCLI
+
+    cli = LitCLI(run=False)
+    fit(
+        cli.model,
+        cli.datamodule,
+        epochs=cli.trainer.max_epochs or 1,
+        accumulate=cli.trainer.accumulate_grad_batches,
+        clip_norm=cli.trainer.gradient_clip_val,
+        bf16=cli.trainer.precision == "bf16-mixed",
+        seed=cli.config.seed_everything,
+    )
+
+
+if __name__ == "__main__":
+    main()
