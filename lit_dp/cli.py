@@ -32,6 +32,7 @@ class LitCLI(LightningCLI):
             trainer_class=Trainer,
             trainer_defaults={"default_root_dir": "runs", "max_epochs": 10},
             parser_class=Parser,
+            parser_kwargs={"prog": "python -m lit_dp", "description": "Data-parallel training that proves itself."},
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,

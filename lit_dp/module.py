@@ -74,7 +74,7 @@ class LitClassifier(LightningModule):
                 f" --model.num_classes {in_data} and give the network as many outputs"
             )
         if shape := getattr(data, "sample_shape", None):
-            self.example_input_array = torch.zeros(1, *shape, dtype=torch.uint8)
+            self.example_input_array = torch.zeros(1, *shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, num_classes) of inputs (B, ...)."""

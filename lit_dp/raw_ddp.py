@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lit_dp.engine.parity import StepReport
+from lit_dp.engine.parity import StepReport, sha256
 from lit_dp.errors import ConfigError
 
 
@@ -193,11 +193,38 @@ def step_schedulers(schedulers: list[dict[str, Any]], interval: str) -> None:
             entry["scheduler"].step()
 
 
+def accuracy(module: LightningModule, datamodule: LightningDataModule) -> float:
+    """Share of validation samples whose largest logit is the label, over all ranks, each sample counted once.
+
+    DistributedSampler would pad the shares to equal length and count some samples twice: so deal them out by hand.
+    No reduction happens inside the loop, so ranks may have different numbers of batches.
+    """
+    for buffer in module.buffers():
+        dist.broadcast(buffer, 0)  # BatchNorm's running statistics: DDP levels them only at the next forward
+    loader = datamodule.val_dataloader()
+    share = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())
+    counts = torch.zeros(2, dtype=torch.int64, device=module.device)
+    module.eval()
+    with torch.no_grad():
+        for batch in DataLoader(loader.dataset, loader.batch_size, sampler=share, collate_fn=loader.collate_fn):
+            batch = move_data_to_device(batch, module.device)
+            inputs, labels, *_ = datamodule.on_after_batch_transfer(batch, 0)
+            counts += torch.stack([(module(inputs).argmax(dim=1) == labels).sum(), torch.tensor(len(labels))])
+    dist.all_reduce(counts)
+    return float(counts[0] / counts[1])
+
+
 def main() -> None:
     """Train what a config describes: model, data and the trainer's plain settings are read, the rest is this file."""
     from lit_dp.cli import LitCLI
 
     cli = LitCLI(run=False)
+
+    def report(epoch: int) -> None:
+        share = accuracy(cli.model, cli.datamodule)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}  val/acc {share:.4f}  weights {sha256(cli.model.state_dict())[:16]}", flush=True)
+
     fit(
         cli.model,
         cli.datamodule,
@@ -206,6 +233,8 @@ def main() -> None:
         clip_norm=cli.trainer.gradient_clip_val,
         bf16=cli.trainer.precision == "bf16-mixed",
         seed=cli.config.seed_everything,
+        on_epoch=report,
+        save_to=Path(f"{cli.config.name}.pt"),
     )
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -13,66 +15,103 @@ from lit_dp.errors import ConfigError
 
 DEFAULT_CONFIG = "digits"
 COMMON = {
-    "help", "config", "print_config", "name", "seed_everything", "ckpt_path",
-    "model", "data", "checkpoint.monitor", "checkpoint.mode",
-    "trainer.max_epochs", "trainer.max_steps", "trainer.accelerator", "trainer.devices", "trainer.num_nodes",
-    "trainer.strategy", "trainer.precision", "trainer.accumulate_grad_batches", "trainer.gradient_clip_val",
-    "trainer.fast_dev_run", "trainer.default_root_dir",
-}  # fmt: skip
-"""What --help shows; everything else is in `--print_config=`."""
+    "config": "YAML file, or the name of a shipped config; several are laid over each other",
+    "name": "run folder below trainer.default_root_dir; counted up if it is there",
+    "seed_everything": "seed of weights, order of samples and dropout",
+    "ckpt_path": "checkpoint to resume from (fit) or to evaluate",
+    "model": "LightningModule, by import path; then --model.ARGUMENT VALUE",
+    "data": "LightningDataModule, by import path; then --data.ARGUMENT VALUE",
+    "trainer.accelerator": "auto, cpu, gpu, ...",
+    "trainer.devices": "devices a host; auto: all accelerators, or two CPU processes",
+    "trainer.num_nodes": "hosts",
+    "trainer.strategy": "how devices work together",
+    "trainer.max_epochs": "passes over the data",
+    "trainer.precision": "32-true, bf16-mixed, 16-mixed, ...",
+    "trainer.accumulate_grad_batches": "micro-batches an optimizer step",
+    "trainer.gradient_clip_val": "largest norm of the gradient",
+    "trainer.fast_dev_run": "true: one batch of everything, nothing written",
+    "trainer.default_root_dir": "folder of all runs",
+    "checkpoint.monitor": "which value makes a checkpoint the best one",
+    "checkpoint.mode": "whether the best is its max or its min",
+}
+"""The options that --help shows; the others are in `--print_config=`."""
 
 
 class Parser(LightningArgumentParser):
     """LightningArgumentParser whose help fits on a screen and whose errors are one line."""
 
     def format_help(self) -> str:
-        """Help of the common options only, with where to find the rest."""
-        hidden = [a for a in self._actions if a.dest not in COMMON and not isinstance(a, argparse._SubParsersAction)]
-        titles = {group: (group.title, group.description) for group in self._action_groups}
-        helps = [(action, action.help) for action in hidden]
-        try:
-            for action in hidden:
-                action.help = argparse.SUPPRESS
-            for group in self._action_groups:
-                group.description = None
-            return f"{super().format_help().rstrip()}\n\n{self._more()}\n"
-        finally:
-            for action, text in helps:
-                action.help = text
-            for group, (title, description) in titles.items():
-                group.title, group.description = title, description
+        """A command's common options, a line each with their defaults, and where to find the rest."""
+        actions = {action.dest: action for action in self._actions}
+        rows = [(f"--{name}", text, actions[name].default) for name, text in COMMON.items() if name in actions]
+        if not any(name in actions for name in ("model", "data")):
+            return super().format_help()
+        width = max(len(option) for option, _, _ in rows)
+        lines = [
+            f"  {option:{width}}  {text}{'' if default in (None, argparse.SUPPRESS) else f' [{default}]'}"
+            for option, text, default in rows
+        ]
+        command = self._command()
+        return "\n".join(
+            [
+                f"usage: {command} [--config CONFIG] [--OPTION VALUE ...]",
+                "",
+                *lines,
+                "",
+                f"Shipped configs: {', '.join(sorted(shipped_configs()))}. Without one, {DEFAULT_CONFIG} is run.",
+                f"Every option and value: {command} --print_config=   (without the = only those that are set)",
+                f"Options of a class:     {command} --model.help lit_dp.LitClassifier",
+                "",
+            ]
+        )
 
     def format_usage(self) -> str:
-        return f"usage: {self.prog}\n"
+        return f"usage: {self._command()}\n"
 
-    def _more(self) -> str:
-        prog = self.prog.replace(" [options]", "")
-        shipped = ", ".join(sorted(shipped_configs()))
-        return (
-            f"Shipped configs: {shipped}.\nEvery option, with its value: {prog} --print_config=\n"
-            f"Options of a class: {prog} --model.help lit_dp.LitClassifier, --data.help lit_dp.ImageDataModule"
-        )
+    def _command(self) -> str:
+        return self.prog.replace(" [options]", "")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say in one line what is wrong and what was probably meant; exit code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        prog = self.prog.replace(" [options]", "")
-        sys.stderr.write(f"error: {self._one_line(message)} (options: {prog} --help)\n")
+        sys.stderr.write(f"error: {self._one_line(message)} (options: {self._command()} --help)\n")
         sys.exit(2)
 
     def _one_line(self, message: str) -> str:
-        if match := re.match(r"Unrecognized arguments: (\S+)", message):
+        if match := re.match(r"[Uu]nrecognized arguments: (\S+)", message):
             return f"there is no option {match[1]}{did_you_mean(match[1].split('=')[0], self._option_strings())}"
-        if match := re.search(r"Key '?\"?([\w.]+)\"?'? is not expected|No action for key \"([\w.]+)\"", message):
-            key = match[1] or match[2]
-            return f"there is no option {key}{did_you_mean(key, [o.lstrip('-') for o in self._option_strings()])}"
-        lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
-        return " ".join(" ".join(lines).split())[:500]
+        return condensed(message)
 
     def _option_strings(self) -> list[str]:
         parsers = [self, *getattr(self, "subcommand_parsers", [])]
         return [option for parser in parsers for action in parser._actions for option in action.option_strings]
+
+
+NOISE = re.compile(
+    r"Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|Expected a path but"
+)
+
+
+def condensed(message: str) -> str:
+    """jsonargparse's indented tree of refused alternatives, as `key: class: the reason that counts`."""
+    keys = re.findall(r'Parser key "([^"]+)":', message)
+    classes = re.findall(r"Problem with given class_path '([^']+)'", message)
+    text = re.sub(r"Parser key \"[^\"]+\":|Problem with given class_path '[^']+':", "", message)
+    lines = [line.strip(" -") for line in text.splitlines()]
+    reasons = dict.fromkeys(line for line in lines if line and not NOISE.match(line))
+    reason = "; ".join(reasons) or " ".join(lines)
+    if match := re.search(r"Option '(\w+)' is not accepted", reason):
+        callee = (re.findall(r"class_path='([^']+)'", reason) or classes)[-1]
+        return f"{'.'.join(keys)}: {callee} has no argument {match[1]!r}{did_you_mean(match[1], _arguments(callee))}"
+    if match := re.search(r"Expected a dot import path string: (\S+)", reason):
+        return f"{'.'.join(keys)}: {match[1]} names no class; give its import path, as in torch.optim.SGD"
+    return f"{'.'.join(keys)}{': ' if keys else ''}{reason}"[:500]
+
+
+def _arguments(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
 def did_you_mean(word: str, words: list[str]) -> str:
@@ -103,7 +142,7 @@ def with_shipped_configs(args: list[str]) -> list[str]:
         elif resolved and resolved[-1] in ("--config", "-c"):
             arg = _config_file(arg)
         resolved.append(arg)
-    given = any(re.match(r"(--config|-c|--model)(=|$)", arg) for arg in args)
+    given = any(re.match(r"(--config|-c|--model|--help|-h|--\w+\.help)(=|$)", arg) for arg in args)
     if given or not args or args[0].startswith("-"):
         return resolved
     return [args[0], "--config", _config_file(DEFAULT_CONFIG), *resolved[1:]]
