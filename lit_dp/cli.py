@@ -1,6 +1,8 @@
 """`python -m lit_dp fit | validate | test | predict`: LightningCLI with our defaults and one folder a run."""
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,18 @@ from lit_dp.trainer import Trainer
 from lit_dp.usage import Parser, config_name, with_shipped_configs
 
 
+def _quieten() -> None:
+    """Leave the terminal to what a person reads: no advertisements, no notes about internals."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (
+        ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6.6 on torch 2.14
+        ".*does not have many workers",  # data in memory needs none
+        ".*smaller than the logging interval",  # we log by epoch
+    ):
+        warnings.filterwarnings("ignore", text)
+
+
 class LitCLI(LightningCLI):
     """Parses a config, builds model, data and trainer, and runs the command that was typed.
 
@@ -24,6 +38,7 @@ class LitCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        _quieten()
         super().__init__(
             model_class=LightningModule,
             subclass_mode_model=True,
@@ -72,7 +87,7 @@ class LitCLI(LightningCLI):
         lines = [] if config["enable_progress_bar"] is False else [EpochLines()]
         bars = [RichProgressBar(refresh_rate=4)] if bar else []
         config = {**config, "enable_progress_bar": bar}
-        if config["enable_checkpointing"] is False or config["fast_dev_run"]:
+        if self.subcommand != "fit" or config["enable_checkpointing"] is False or config["fast_dev_run"]:
             callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
         return super()._instantiate_trainer(config, [*callbacks, *lines, *bars])
 

@@ -272,7 +272,7 @@ class DatasetClass:
 
     def check(self) -> None:
         try:
-            inspect.signature(self.dataset).bind(**self._arguments())
+            inspect.signature(self.dataset).bind(**self._arguments(**self._parts()["train"][0]))
         except TypeError as error:
             raise ConfigError(f"{self.name}: {error}: mend dataset_args") from error
 
@@ -309,15 +309,17 @@ class DatasetClass:
             ours["root"] = self.root or "data"
         return {name: value for name, value in ours.items() if name in self._accepted} | self.arguments
 
-    def _open(self, download: bool) -> dict[str, Dataset[Any]]:
-        """The train and the test part; the whole as train where it has no parts."""
+    def _parts(self) -> dict[str, list[dict[str, Any]]]:
+        """Each part and the arguments that may select it, to be tried in turn; one part where there are none."""
         if self._varies("train", bool):
-            argument, values = "train", {"train": [True], "test": [False]}
-        elif self._varies("split", str):  # some call the held-out part val, as theirs for tests has no labels
-            argument, values = "split", {"train": ["train", "trainval"], "test": ["test", "val", "valid"]}
-        else:
-            return {"train": self._construct(download=download)}
-        return {part: self._first(argument, accepted, download) for part, accepted in values.items()}
+            return {"train": [{"train": True}], "test": [{"train": False}]}
+        if self._varies("split", str):  # some call the held-out part val, as theirs for tests has no labels
+            names = {"train": ("train", "trainval"), "test": ("test", "val", "valid")}
+            return {part: [{"split": name} for name in tried] for part, tried in names.items()}
+        return {"train": [{}]}
+
+    def _open(self, download: bool) -> dict[str, Dataset[Any]]:
+        return {part: self._first(selections, download) for part, selections in self._parts().items()}
 
     def _construct(self, **ours: Any) -> Dataset[Any]:
         try:
@@ -329,12 +331,12 @@ class DatasetClass:
         default = self._accepted[name].default if name in self._accepted else None
         return name not in self.arguments and (default is inspect.Parameter.empty or isinstance(default, kind))
 
-    def _first(self, argument: str, values: list[Any], download: bool) -> Dataset[Any]:
-        """The part under the first value that the class knows: it raises ValueError for one that it does not."""
-        for value in values[:-1]:
+    def _first(self, selections: list[dict[str, Any]], download: bool) -> Dataset[Any]:
+        """The part under the first name that the class knows: it raises ValueError for one that it does not."""
+        for selection in selections[:-1]:
             with contextlib.suppress(ValueError):
-                return self._construct(download=download, **{argument: value})
-        return self._construct(download=download, **{argument: values[-1]})
+                return self._construct(download=download, **selection)
+        return self._construct(download=download, **selections[-1])
 
     def _download(self) -> None:
         try:

@@ -44,18 +44,16 @@ class LitClassifier(LightningModule):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        # From the CLI these are plain values of the config, and load_from_checkpoint can build everything again.
-        # From Python only the plain arguments are kept: a checkpoint must load with weights_only=True.
-        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
+        # No save_hyperparameters: the run's config.yaml says how to build this module again, and a checkpoint with
+        # classes in it would not load with weights_only=True.
         self.network = network
         self.num_classes = num_classes
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
-        self.val_metrics = _metrics(num_classes, "val/")
-        self.test_metrics = _metrics(num_classes, "test/")
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.metrics = nn.ModuleDict({"val": _metrics(num_classes, "val/"), "test": _metrics(num_classes, "test/")})
+        self.losses = nn.ModuleDict({"val": MeanMetric(), "test": MeanMetric()})
         self.confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion_matrix: Tensor | None = None
         """Counts (true class, predicted class) int64 of the last `test`, over all ranks; None before."""
@@ -93,15 +91,10 @@ class LitClassifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, self.val_loss, self.val_metrics)
-        self.log("val/loss", self.val_loss, batch_size=len(batch[1]))
-        self.log_dict(self.val_metrics, batch_size=len(batch[1]))  # pyright: ignore[reportArgumentType]
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        logits = self._evaluate(batch, self.test_loss, self.test_metrics)
-        self.confusion.update(logits, batch[1])
-        self.log("test/loss", self.test_loss, batch_size=len(batch[1]))
-        self.log_dict(self.test_metrics, batch_size=len(batch[1]))  # pyright: ignore[reportArgumentType]
+        self.confusion.update(self._evaluate(batch, "test"), batch[1])
 
     def on_test_epoch_end(self) -> None:
         self.confusion_matrix = self.confusion.compute()
@@ -124,12 +117,15 @@ class LitClassifier(LightningModule):
             entry["monitor"] = scheduler.monitor
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
-    def _evaluate(self, batch: Batch, loss: MeanMetric, metrics: MetricCollection) -> Tensor:
+    def _evaluate(self, batch: Batch, stage: str) -> Tensor:
         inputs, labels, *_ = batch
         logits = self(inputs)
+        loss, metrics = self.losses[stage], self.metrics[stage]
         # Without smoothing, so that losses of differently trained models can be compared.
         loss.update(cross_entropy(logits, labels), weight=len(labels))
-        metrics.update(logits, labels)
+        metrics.update(logits, labels)  # pyright: ignore[reportCallIssue]
+        self.log(f"{stage}/loss", loss, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
+        self.log_dict(metrics, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
         return logits
 
 

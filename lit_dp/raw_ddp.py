@@ -89,8 +89,9 @@ def fit(
                 with nullcontext() if last else model.no_sync():
                     with autocast:
                         loss = model(batch, index)  # through the wrapper: model.module(...) would not synchronise
-                    loss = loss / window_over_batch(index, accumulate, loader, sampler)
-                    loss.backward()  # DDP averages gradients over ranks here, not in optimizer.step()
+                    loss = loss / accumulate
+                    # DDP averages gradients over ranks here, not in optimizer.step()
+                    (loss * correction(index, accumulate, loader, sampler)).backward()
                 losses.append(loss)
                 if not last:
                     continue
@@ -152,16 +153,16 @@ def sharded(loader: DataLoader, seed: int) -> tuple[DataLoader, DistributedSampl
     ), sampler
 
 
-def window_over_batch(index: int, accumulate: int, loader: DataLoader, sampler: DistributedSampler) -> float:
-    """Samples of the accumulation window that micro-batch `index` is in, over the samples of that micro-batch.
+def correction(index: int, accumulate: int, loader: DataLoader, sampler: DistributedSampler) -> float:
+    """What micro-batch `index` counts in the mean over its accumulation window, times `accumulate`.
 
-    Dividing by it makes the accumulated gradient the mean over the window's samples. In a full window this is
-    `accumulate`; in the last window of an epoch, which may be shorter, it is not.
+    1 in a full window, where dividing by `accumulate` is right. The last window of an epoch may be shorter, and its
+    last micro-batch smaller: without this factor its gradient would be too small.
     """
     batch_size, samples = loader.batch_size or 1, len(sampler)
     window_start = index // accumulate * accumulate * batch_size
     window = min(accumulate * batch_size, samples - window_start)
-    return window / min(batch_size, samples - index * batch_size)
+    return accumulate * min(batch_size, samples - index * batch_size) / window
 
 
 def optimizer_and_schedulers(module: LightningModule) -> tuple[Optimizer, list[dict[str, Any]]]:

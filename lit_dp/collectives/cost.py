@@ -1,8 +1,8 @@
 """What each all-reduce costs: exact bytes and messages of every rank, steps, and time in the alpha-beta-gamma model.
 
 N ranks reduce S elements. A message of b bytes takes alpha + b beta seconds, adding b bytes takes b gamma (Thakur,
-Rabenseifner and Gropp 2005, section 3). S cut in N blocks: block i is elements i S // N up to (i + 1) S // N. Counts are
-exact for every N and S, divisible or not; nothing here looks at how the algorithms are written.
+Rabenseifner and Gropp 2005, section 3). S cut in N blocks: block i is elements i S // N up to (i + 1) S // N. Counts
+are exact for every N and S, divisible or not; nothing here looks at how the algorithms are written.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -77,8 +78,8 @@ class Wire:
 
     def among(self, members: Sequence[int]) -> Wire:
         """The same wire for `members` only, renumbered from 0: `rank` is the position of this rank among them."""
-        wire = object.__new__(Wire)
-        wire.__dict__.update(self.__dict__, members=members, rank=members.index(self.rank), size=len(members))
+        wire = copy(self)
+        wire.members, wire.rank, wire.size = members, members.index(self.rank), len(members)
         return wire
 
     def exchange(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> None:
