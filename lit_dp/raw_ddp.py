@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 -m lit_dp.raw_ddp --config digits
 
-It takes the same steps, bit for bit, as `python -m lit_dp fit --config digits --trainer.strategy ddp` on as many
-processes (law L1, tests/test_parity.py). It is written to be read: each line that a tutorial tends to get wrong says why.
+It takes the same steps, bit for bit, as `python -m lit_dp fit --config digits` on as many processes (law L1,
+tests/test_parity.py). It is written to be read: each line that a tutorial tends to get wrong says why.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_dp.engine.parity import StepReport, sha256
+from lit_dp.engine.randomness import seed_step
 from lit_dp.errors import ConfigError
 
 
@@ -47,6 +49,7 @@ def fit(
     clip_norm: float | None = None,
     bf16: bool = False,
     seed: int = 0,
+    seed_step: Callable[[int, int, int], None] | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     on_epoch: Callable[[int], None] | None = None,
     save_to: Path | None = None,
@@ -61,6 +64,8 @@ def fit(
         clip_norm: largest 2-norm of the gradient, taken over all parameters.
         bf16: run the forward pass in bfloat16 autocast.
         seed: of the order of samples, equal on all ranks, and of dropout.
+        seed_step: called as (epoch, micro-batch, rank) before each forward pass, to seed its draws; without it all ranks
+            drop out alike, as after any `seed_everything` that is equal on all ranks.
         on_step: called on every rank after each optimizer step.
         on_epoch: called on every rank after each epoch, with the process group still up.
         save_to: where rank 0 writes the weights at the end.
@@ -85,6 +90,8 @@ def fit(
                     optimizer.zero_grad()
                 batch = datamodule.on_after_batch_transfer(move_data_to_device(batch, device), 0)
                 last = (index + 1) % accumulate == 0 or index + 1 == len(loader)
+                if seed_step is not None:
+                    seed_step(epoch, index, dist.get_rank())
                 # The forward pass belongs inside no_sync too: it is forward that arms the reduction of backward.
                 with nullcontext() if last else model.no_sync():
                     with autocast:
@@ -141,7 +148,7 @@ def sharded(loader: DataLoader, seed: int) -> tuple[DataLoader, DistributedSampl
     The seed must be equal on all ranks: the shards are disjoint because all ranks draw the same permutation and
     rank r takes every W-th sample of it, from the r-th on.
     """
-    sampler = DistributedSampler(loader.dataset, shuffle=True, seed=seed)  # pyright: ignore[reportArgumentType]
+    sampler = DistributedSampler(loader.dataset, shuffle=True, seed=seed, drop_last=loader.drop_last)  # type: ignore
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -150,6 +157,7 @@ def sharded(loader: DataLoader, seed: int) -> tuple[DataLoader, DistributedSampl
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers,
+        drop_last=loader.drop_last,
     ), sampler
 
 
@@ -159,7 +167,8 @@ def correction(index: int, accumulate: int, loader: DataLoader, sampler: Distrib
     1 in a full window, where dividing by `accumulate` is right. The last window of an epoch may be shorter, and its
     last micro-batch smaller: without this factor its gradient would be too small.
     """
-    batch_size, samples = loader.batch_size or 1, len(sampler)
+    batch_size = loader.batch_size or 1
+    samples = len(sampler) // batch_size * batch_size if loader.drop_last else len(sampler)
     window_start = index // accumulate * accumulate * batch_size
     window = min(accumulate * batch_size, samples - window_start)
     return accumulate * min(batch_size, samples - index * batch_size) / window
@@ -220,6 +229,7 @@ def main() -> None:
     from lit_dp.cli import LitCLI
 
     cli = LitCLI(run=False)
+    exact = cli.config.trainer.strategy == "exact_ddp"  # draws as that strategy seeds them, so that bits are equal
 
     def report(epoch: int) -> None:
         share = accuracy(cli.model, cli.datamodule)
@@ -234,6 +244,7 @@ def main() -> None:
         clip_norm=cli.trainer.gradient_clip_val,
         bf16=cli.trainer.precision == "bf16-mixed",
         seed=cli.config.seed_everything,
+        seed_step=partial(seed_step, cli.config.seed_everything) if exact else None,
         on_epoch=report,
         save_to=Path(f"{cli.config.name}.pt"),
     )

@@ -16,21 +16,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dp import LitClassifier, Trainer, raw_ddp
 from lit_dp.engine.parity import StepReporter, Trace
+from lit_dp.engine.randomness import seed_step
+
+SEED = 3
 
 
 class Points(LightningDataModule):
     """`samples` random 6x6 images of 4 classes, the same in every process."""
 
-    def __init__(self, samples: int = 64, batch_size: int = 4) -> None:
+    def __init__(self, samples: int = 64, batch_size: int = 4, drop_last: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(samples, 1, 6, 6, generator=generator)
         labels = torch.randint(4, (samples,), generator=generator)
         self.dataset = TensorDataset(images, labels, torch.arange(samples))
-        self.batch_size = batch_size
+        self.batch_size, self.drop_last = batch_size, drop_last
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.dataset, self.batch_size, shuffle=True)
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=self.drop_last)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.dataset, self.batch_size)
@@ -69,11 +72,12 @@ class Job:
     clip_norm: float | None = None
     bf16: bool = False
     validate: bool = False
+    drop_last: bool = False
 
     def build(self) -> tuple[LitClassifier, Points]:
-        seed_everything(3, verbose=False)
+        seed_everything(SEED, verbose=False)
         module = LitClassifier(network(), 4, self.optimizer, self.lr_scheduler, self.lr_interval)  # type: ignore
-        return module, Points(self.samples, self.batch_size)
+        return module, Points(self.samples, self.batch_size, self.drop_last)
 
 
 def through_lightning(job: Job, strategy: Any = "ddp", callbacks: Any = ()) -> Trace:
@@ -94,7 +98,12 @@ def through_lightning(job: Job, strategy: Any = "ddp", callbacks: Any = ()) -> T
     return trace
 
 
-def through_raw_loop(job: Job, loop: Any = raw_ddp) -> Trace:
+def through_exact(job: Job) -> Trace:
+    """Digests of every step, on this rank, of our strategy."""
+    return through_lightning(job, "exact_ddp")
+
+
+def through_raw_loop(job: Job, loop: Any = raw_ddp, step_seeds: bool = False) -> Trace:
     """Digests of every step, on this rank, of the raw loop (or of a faulty copy of it)."""
     trace: Trace = []
     module, data = job.build()
@@ -106,7 +115,8 @@ def through_raw_loop(job: Job, loop: Any = raw_ddp) -> Trace:
         accumulate=job.accumulate,
         clip_norm=job.clip_norm,
         bf16=job.bf16,
-        seed=3,
+        seed=SEED,
+        seed_step=partial(seed_step, SEED) if step_seeds else None,
         on_step=lambda step: trace.append(step.digests()),
         on_epoch=validate,
     )

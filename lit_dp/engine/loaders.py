@@ -1,0 +1,112 @@
+"""A user's DataLoader, made to read what the schedule says and to tell which samples it delivered.
+
+The loader is copied, not built again: whatever class it is of and whatever it was built with stays as it is. Only its
+batch sampler, dataset and collate function are replaced, by ones that hold the user's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lit_dp.engine.randomness import EpochIndex, SeededDataset
+
+DELIVERIES_KEPT = 16
+"""More than any prefetching holds between a delivery and the step that uses it."""
+
+
+class Delivery(NamedTuple):
+    """A batch on its way out of a (worker) process, with the indices that it was made of."""
+
+    indices: list[Any]
+    batch: Any
+
+
+class TaggedDataset(SeededDataset):
+    """A seeded dataset that sends the indices along with what it read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = list(index) if isinstance(index, list) else [int(index) if isinstance(index, EpochIndex) else index]
+        return Delivery(indices, super().__getitem__(index))
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        return Delivery(list(indices), super().__getitems__(indices))
+
+
+class TaggedCollate:
+    """The user's collate function, on what a TaggedDataset read."""
+
+    def __init__(self, inner: Callable[[Any], Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, delivery: Delivery) -> Delivery:
+        return Delivery(delivery.indices, self.inner(delivery.batch))
+
+
+class Delivering:
+    """Mixin over a DataLoader's class: takes the indices off every batch and keeps them in `delivered`.
+
+    Attributes:
+        delivered: indices of the batches handed out and not yet asked for, oldest first (see `take_delivered`).
+    """
+
+    delivered: deque[list[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.delivered.clear()
+        inner = super().__iter__()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._unpacked(inner)
+
+    def _unpacked(self, inner: Iterator[Delivery]) -> Iterator[Any]:
+        for indices, batch in inner:
+            self.delivered.append(indices)
+            yield batch
+
+
+def follow(loader: DataLoader[Any], batches: Any, seed: int | None) -> DataLoader[Any]:
+    """A copy of `loader` that reads `batches` (a batch sampler, or a sampler where the loader does not batch).
+
+    Args:
+        loader: the user's.
+        batches: yields lists of indices, or single ones.
+        seed: of the draws in the dataset; None leaves them to history.
+    """
+    changed: dict[str, Any] = {"sampler": batches}
+    if loader.batch_sampler is not None:
+        changed["batch_sampler"] = _around(loader.batch_sampler, batches)
+    if type(loader).__iter__ is not DataLoader.__iter__:  # one with its own way to iterate must not meet our wrapping
+        return copy_with(loader, None, dataset=SeededDataset(loader.dataset, seed), **changed)
+    return copy_with(
+        loader,
+        Delivering,
+        dataset=TaggedDataset(loader.dataset, seed),
+        collate_fn=TaggedCollate(loader.collate_fn),
+        delivered=deque(maxlen=DELIVERIES_KEPT),
+        **changed,
+    )
+
+
+def copy_with(loader: DataLoader[Any], mixin: type | None, **attributes: Any) -> DataLoader[Any]:
+    """A copy of a loader that is also a `mixin`, with other attributes.
+
+    Neither called nor set as usual: its class may have any arguments, and DataLoader.__setattr__ refuses to replace a
+    sampler or dataset, lest it be done by accident.
+    """
+    kind = type(loader) if mixin is None else type(f"{mixin.__name__}{type(loader).__name__}", (mixin, type(loader)), {})
+    copied = kind.__new__(kind)
+    copied.__dict__.update(loader.__dict__, _iterator=None, **attributes)
+    return copied
+
+
+def _around(batch_sampler: Any, batches: Any) -> Any:
+    """For prediction Lightning wraps the batch sampler to note indices for its writers: keep that wrapper."""
+    if isinstance(batch_sampler, BatchSampler) or not hasattr(batch_sampler, "seen_batch_indices"):
+        return batches
+    return type(batch_sampler)(batches)
+
+
+def take_delivered(loader: Any) -> list[Any] | None:
+    """Indices of the oldest batch not yet asked for; None where the loader does not tell them."""
+    delivered = getattr(loader, "delivered", None)
+    return delivered.popleft() if delivered else None

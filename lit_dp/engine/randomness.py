@@ -1,0 +1,144 @@
+"""Random draws as a function of what they are for, never of history or of the number of workers (law L6).
+
+- in a step: of (seed, epoch, micro-batch, virtual rank)
+- in a dataset's `__getitem__`: of (seed, epoch, sample index)
+- in a custom sampler: of (seed, epoch), equal on all ranks
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+
+def derive(*key: int | str) -> int:
+    """A 63-bit seed from a key: equal keys give equal seeds, different keys unrelated ones (BLAKE2b)."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Seed torch, numpy and random in this process, and `device` where it is an accelerator."""
+    # torch.manual_seed would also queue a call for every accelerator library that is not initialised: slow, and it grows
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - the global state is what users' datasets draw from
+    random.seed(seed)
+
+
+def seed_step(
+    seed: int, epoch: int, micro_batch: int, virtual_rank: int, purpose: str = "step", device: torch.device | None = None
+) -> None:
+    """Make the draws that follow those of one micro-batch of one virtual rank, whatever was drawn before.
+
+    Args:
+        seed: of the run, equal on all ranks.
+        epoch: from 0.
+        micro_batch: index in the epoch, from 0.
+        virtual_rank: whose draws they are.
+        purpose: what they are for: "transfer" to the device, or the "step" itself.
+        device: the accelerator to seed beside the CPU.
+    """
+    seed_all(derive(seed, epoch, micro_batch, virtual_rank, purpose), device)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Leave the CPU generators of torch, numpy and random as they were found."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+class EpochIndices(list[Any]):
+    """A batch of sample indices that knows its epoch: it carries the seed's key into worker processes."""
+
+    def __init__(self, indices: list[Any], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochIndices, (list(self), self.epoch)
+
+
+class EpochIndex(int):
+    """A single sample index that knows its epoch, for loaders without automatic batching."""
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int) -> "EpochIndex":
+        self = super().__new__(cls, index)
+        self.epoch = epoch
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochIndex, (int(self), self.epoch)
+
+
+_key: tuple[int, int] | None = None  # (seed, epoch) of the fetch that is going on in this process
+
+
+def begin_sample(index: int) -> None:
+    """Seed the draws for one sample: for datasets that read whole batches in `__getitems__`. Else nothing happens."""
+    if _key is not None:
+        seed_all(derive(*_key, index))
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset whose draws depend on (seed, epoch, sample index) only. Everything else is the inner dataset's.
+
+    Where that reads whole batches (`__getitems__`) it calls `begin_sample` before it draws for a sample; if it does not,
+    its draws depend on the batch's first index. A seed of None leaves the draws as they come.
+    """
+
+    def __init__(self, dataset: Any, seed: int | None) -> None:
+        self.inner, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "__getstate__", "__setstate__"):  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        epoch = getattr(index, "epoch", 0)
+        with self._keyed(epoch, index if isinstance(index, int) else 0):
+            return self.inner[int(index) if isinstance(index, EpochIndex) else index]
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        epoch = getattr(indices, "epoch", 0)
+        if hasattr(self.inner, "__getitems__"):
+            with self._keyed(epoch, indices[0] if indices else 0):
+                return self.inner.__getitems__(list(indices))
+        with self._keyed(epoch, 0):
+            return [self._read(index) for index in indices]
+
+    def _read(self, index: Any) -> Any:
+        begin_sample(index)
+        return self.inner[index]
+
+    @contextmanager
+    def _keyed(self, epoch: int, first: Any) -> Iterator[None]:
+        global _key
+        if self.seed is None:
+            yield
+            return
+        # Loading in the training process must not move the draws of the step.
+        with nullcontext() if get_worker_info() is not None else isolated():
+            _key = (self.seed, epoch)
+            try:
+                begin_sample(first)
+                yield
+            finally:
+                _key = None

@@ -1,0 +1,169 @@
+"""The schedule as batch samplers of a DataLoader: this rank's share of what a user's loader would read.
+
+What a loader reads in an epoch is its draw: a list of elements (sample indices, or whatever a custom sampler yields, or
+whole batches of a custom batch sampler). The draw is the same on all ranks; the schedule says who reads which part.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from lit_dp.engine.randomness import EpochIndex, EpochIndices, derive, isolated, seed_all
+from lit_dp.engine.schedule import Schedule, evaluation_indices
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every draw this process reads: `virtual_ranks` of the schedule's, as process `rank` of W."""
+
+    rank: int
+    world_size: int
+    virtual_ranks: range
+
+
+class Draw:
+    """The elements that a user's sampler yields in an epoch, equal on all ranks.
+
+    Args:
+        sampler: a Sampler or BatchSampler; None stands for a plain shuffle or the dataset's order.
+        seed: of the run; a sampler's own generator is seeded from its own seed and the epoch.
+        agree: gives every rank what rank 0 passes to it; all ranks call it.
+    """
+
+    def __init__(self, sampler: Any, seed: int, agree: Callable[[Any], Any]) -> None:
+        self.sampler, self.seed, self._agree = sampler, seed, agree
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __call__(self, epoch: int) -> list[Any]:
+        with isolated():
+            seed_all(derive(self.seed, "sampler", epoch))
+            for part in (self.sampler, getattr(self.sampler, "sampler", None)):
+                if callable(set_epoch := getattr(part, "set_epoch", None)):
+                    set_epoch(epoch)
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(derive(generator.initial_seed(), epoch))
+            elements = list(self.sampler)
+        # A sampler may draw from a source of its own (the system's entropy, a file): one draw is right, two are not.
+        return self._agree(elements)
+
+
+class TrainBatches(Sampler[Any]):
+    """This process's micro-batches of every step of an epoch, in order.
+
+    Args:
+        schedule: its `samples` are the elements of a draw; for a custom draw they are taken anew every epoch.
+        share: what of it this process reads.
+        draw: a custom sampler's, or None for the schedule's own order.
+        batched: False yields single elements (loaders without automatic batching).
+    """
+
+    def __init__(self, schedule: Schedule, share: Share, draw: Draw | None = None, batched: bool = True) -> None:
+        self.schedule, self.share, self.draw, self.batched = schedule, share, draw, batched
+        self.epoch = self.start_step = 0
+
+    @property
+    def sampler(self) -> "TrainBatches":
+        """Itself: where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Micro-batches of this process in an epoch."""
+        return (self.schedule.steps_per_epoch - self.start_step) * len(self.share.virtual_ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Drawn here and not at the first `next`: all ranks come by here together, and a draw may need all of them.
+        elements = self.draw(self.epoch) if self.draw is not None else None
+        if elements is not None:
+            self.schedule = replace(self.schedule, samples=max(1, len(elements)), shuffle=False)
+        steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, self.start_step)
+        return (batch for _, _, positions in steps for batch in self._batches(positions, elements))
+
+    def counts(self, micro_batch: int) -> list[int]:
+        """Samples of every process in the micro-batch of this index, W numbers."""
+        step, nth = divmod(micro_batch, len(self.share.virtual_ranks))
+        of_virtual_rank = self.schedule.step_counts(self.start_step + step)
+        return of_virtual_rank[nth :: len(self.share.virtual_ranks)]
+
+    def _batches(self, positions: Tensor, elements: list[Any] | None) -> Iterator[Any]:
+        # A rank without samples still takes part in the step: it borrows one, which `counts` weighs with 0.
+        chosen = positions.tolist() or [0]
+        batch = chosen if elements is None else [elements[i] for i in chosen]
+        if self.batched:
+            yield EpochIndices(batch, self.epoch)
+        else:
+            yield from (tag(element, self.epoch) for element in batch)
+
+
+class EvalBatches(Sampler[Any]):
+    """This process's batches of an evaluation or prediction: every element once over all processes, nothing padded.
+
+    A process without any element borrows one (`borrowed`), so that it takes part in what the others do; the strategy
+    takes back whatever comes of it.
+
+    Args:
+        elements: how many a draw has, or the draw.
+        batch_size: elements a batch; None yields single ones.
+        drop_last: leave out what would not fill the last batch of one process.
+        share: which part this process reads.
+    """
+
+    def __init__(self, elements: int | Draw, batch_size: int | None, drop_last: bool, share: Share) -> None:
+        self.elements, self.batch_size, self.drop_last, self.share = elements, batch_size, drop_last, share
+        self.epoch = 0
+
+    @property
+    def sampler(self) -> "EvalBatches":
+        """Itself: where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def total(self) -> int:
+        """Elements that all processes read together."""
+        samples = self.elements if isinstance(self.elements, int) else len(self.elements)
+        return samples // self.batch_size * self.batch_size if self.drop_last and self.batch_size else samples
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether this process has no element of its own while others have."""
+        return 0 < self.total <= self.share.rank
+
+    def __len__(self) -> int:
+        own = len(evaluation_indices(self.total, self.share.world_size, self.share.rank)) or int(self.borrowed)
+        return -(-own // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        elements = range(self.total) if isinstance(self.elements, int) else self.elements(self.epoch)
+        positions = evaluation_indices(self.total, self.share.world_size, self.share.rank)
+        own = [elements[i] for i in positions] or [elements[0]] * int(self.borrowed)
+        if self.batch_size is None:
+            return (tag(element, self.epoch) for element in own)
+        size = self.batch_size
+        return (EpochIndices(own[i : i + size], self.epoch) for i in range(0, len(own), size))
+
+
+def tag(element: Any, epoch: int) -> Any:
+    """An element that carries its epoch, where it can: an index, or a list of them."""
+    if isinstance(element, int):
+        return EpochIndex(element, epoch)
+    return EpochIndices(list(element), epoch) if isinstance(element, (list, tuple)) else element
+
+
+def plain_order(sampler: Any) -> bool | None:
+    """True for DataLoader's own shuffle, False for the dataset's order, None for anything else."""
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return True
+    return None
