@@ -1,6 +1,9 @@
 """`python -m lit_dp`: run a command; what a person can mend is printed as one line, without a traceback."""
 
+import re
 import sys
+
+LOST_PEER = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed", re.IGNORECASE)
 
 
 def main() -> None:
@@ -14,6 +17,10 @@ def main() -> None:
         sys.exit(_say(error, 2))
     except RunError as error:
         sys.exit(_say(error, 1))
+    except RuntimeError as error:
+        if not LOST_PEER.search(str(error)):
+            raise
+        sys.exit(_say(RuntimeError("stopped, because a rank that it exchanges with has stopped"), 1))
     finally:
         _leave_process_group()
 
@@ -22,9 +29,8 @@ def _say(error: Exception, code: int) -> int:
     from lightning.pytorch.utilities import rank_zero_only
 
     rank = getattr(rank_zero_only, "rank", 0)
-    where = f"rank {rank}: " if rank else ""
-    # A configuration is the same on all ranks: rank 0 speaks for them.
-    if not (rank and code == 2):
+    if code == 1 or rank == 0:  # a configuration is the same on all ranks: rank 0 speaks for them
+        where = f"rank {rank}: " if code == 1 else ""
         print(f"error: {where}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return code
 

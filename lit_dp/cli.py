@@ -6,11 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer as LightningTrainer
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from lit_dp.engine.parity import sha256
 from lit_dp.engine.progress import EpochLines
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.trainer import Trainer
@@ -25,6 +27,8 @@ def _quieten() -> None:
         ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6.6 on torch 2.14
         ".*does not have many workers",  # data in memory needs none
         ".*smaller than the logging interval",  # we log by epoch
+        ".*is not supported by the model summary",  # bf16-mixed
+        ".*callbacks used to create the checkpoint need to be provided",  # evaluation saves none
     ):
         warnings.filterwarnings("ignore", text)
 
@@ -62,7 +66,6 @@ class LitCLI(LightningCLI):
             {
                 "checkpoint.monitor": "val/acc",
                 "checkpoint.mode": "max",
-                "checkpoint.save_last": True,
                 "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
             }
@@ -82,14 +85,14 @@ class LitCLI(LightningCLI):
         return super().instantiate_trainer(logger=self._loggers(logger), **kwargs)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> LightningTrainer:
-        # Bars are for terminals; lines are for both. Neither is a matter of the saved config.
-        bar = config["enable_progress_bar"] is not False and sys.stdout.isatty()
-        lines = [] if config["enable_progress_bar"] is False else [EpochLines()]
-        bars = [RichProgressBar(refresh_rate=4)] if bar else []
-        config = {**config, "enable_progress_bar": bar}
-        if self.subcommand != "fit" or config["enable_checkpointing"] is False or config["fast_dev_run"]:
-            callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
-        return super()._instantiate_trainer(config, [*callbacks, *lines, *bars])
+        lines = config["enable_progress_bar"] is not False
+        config["enable_progress_bar"] = lines and sys.stdout.isatty()  # bars are for terminals, lines for log files too
+        saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False and not config["fast_dev_run"]
+        config["enable_checkpointing"] = saves
+        best = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
+        last = [last_checkpoint()] if saves else []
+        bars = [RichProgressBar(refresh_rate=4)] if config["enable_progress_bar"] else []
+        return super()._instantiate_trainer(config, [*best, *last, *bars, *([EpochLines()] if lines else [])])
 
     def _loggers(self, configured: Any) -> list[Logger] | bool:
         """The run folder first, then what the config adds; `logger: false` writes nothing."""
@@ -105,7 +108,9 @@ class LitCLI(LightningCLI):
             return RunFolder(root, name)
         # What a checkpoint is found to be worth lies beside it.
         of_checkpoint = run_folder_of(self._get(self.config_init, "ckpt_path"))
-        return RunFolder(of_checkpoint, self.subcommand) if of_checkpoint else RunFolder(root, f"{name}/{self.subcommand}")
+        return (
+            RunFolder(of_checkpoint, self.subcommand) if of_checkpoint else RunFolder(root, f"{name}/{self.subcommand}")
+        )
 
     def _check_data(self) -> None:
         """Find in this process, before others are started, what is wrong with the data."""
@@ -122,12 +127,18 @@ class LitCLI(LightningCLI):
         from lit_dp.commands.plots import draw_curves
 
         draw_curves(Path(folder) / "metrics.csv", Path(folder) / "curves.png")
-        best = self.trainer.checkpoint_callback
-        if isinstance(best, ModelCheckpoint) and best.best_model_path and best.best_model_score is not None:
-            checkpoint = _relative(best.best_model_path)
-            print(f"best {best.monitor} {float(best.best_model_score):.4f}")
-            print(f"checkpoint {checkpoint}")
-            print(f"next: python -m lit_dp test --config {_relative(folder)}/config.yaml --ckpt_path {checkpoint}")
+        self._say_what_came_out(folder)
+
+    def _say_what_came_out(self, folder: str) -> None:
+        print(f"weights SHA-256 {sha256(self.model.state_dict())[:16]}")  # what raw_ddp prints for the same training
+        saved = self.trainer.checkpoint_callback
+        if not isinstance(saved, ModelCheckpoint) or not saved.best_model_path:
+            return
+        if saved.best_model_score is not None:
+            print(f"best {saved.monitor} {float(saved.best_model_score):.4f}")
+        checkpoint = _relative(saved.best_model_path)
+        print(f"checkpoint {checkpoint}")
+        print(f"next: python -m lit_dp test --config {_relative(folder)}/config.yaml --ckpt_path {checkpoint}")
 
     def after_test(self) -> None:
         """Draw the confusion matrix, where the module counted one."""
@@ -137,6 +148,11 @@ class LitCLI(LightningCLI):
             from lit_dp.commands.plots import draw_confusion
 
             draw_confusion(counts.cpu(), getattr(self.datamodule, "classes", None), Path(folder) / "confusion.png")
+
+
+def last_checkpoint() -> ModelCheckpoint:
+    """Keeps checkpoints/last.ckpt. ModelCheckpoint(save_last=True) would write it only when a new best was found."""
+    return ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
 
 
 def _relative(path: str | Path) -> Path:

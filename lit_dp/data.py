@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from lit_dp.datasets import Batch, DecodedImages, ImageDataset, Source, cut_missing, find_source
+from lit_dp.datasets import Batch, DecodedImages, ImageDataset, Source
 from lit_dp.errors import ConfigError, RunError
+from lit_dp.sources import cut_missing, find_source
 
 DEFAULT_BATCH_SIZE = 32
 MAX_WORKERS = 8
@@ -39,7 +40,8 @@ class ImageDataModule(LightningDataModule):
         dataset: digits, mnist, fashion_mnist, cifar10, cifar100, image_folder, or the import path of a torch Dataset
             class whose samples are (image, label), such as torchvision.datasets.SVHN or my_package.MyData.
         root: Folder that holds the dataset; torchvision's are downloaded to it, "data" by default. For image_folder:
-            root/train, root/val (optional) and root/test with a folder a class in each, or one tree of class folders.
+            root/train, root/val and root/test with a folder a class in each (val also tests where there is no test),
+            or one tree of class folders.
         batch_size: Images a batch on each process; 32 if global_batch_size is not given either.
         global_batch_size: Images a batch over all processes, shared equally between them.
         augmentation: torchvision.transforms.v2 transforms, applied to one uint8 training image after the other.

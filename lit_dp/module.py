@@ -133,4 +133,6 @@ def _metrics(num_classes: int, prefix: str) -> MetricCollection:
     metrics = {"acc": MulticlassAccuracy(num_classes, average="micro"), "f1": MulticlassF1Score(num_classes)}
     if num_classes > 5:
         metrics["top5"] = MulticlassAccuracy(num_classes, average="micro", top_k=5)
-    return MetricCollection(metrics, prefix=prefix)  # pyright: ignore[reportArgumentType]
+    # Compute groups merge metrics whose counts are equal after the first batch: top-5 would become accuracy wherever
+    # the first batch is all right (torchmetrics 1.9.0).
+    return MetricCollection(metrics, prefix=prefix, compute_groups=False)  # pyright: ignore[reportArgumentType]

@@ -36,7 +36,7 @@ class SmallCNN(nn.Sequential):
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU between: inputs float32 (B, ...) of `in_features` numbers each to logits (B, num_classes).
+    """Linear layers with ReLU between: inputs float32 (B, ...) of `in_features` numbers to logits (B, num_classes).
 
     Args:
         in_features: numbers per input, whatever its shape: 784 for an image of 28x28.
@@ -64,10 +64,8 @@ class _Residual(nn.Module):
 
 
 def _halve(in_channels: int, out_channels: int) -> nn.Sequential:
-    """(B, in_channels, H, W) to (B, out_channels, H // 2, W // 2). Pooled first: BatchNorm and ReLU then cost a quarter."""
-    return nn.Sequential(
-        _conv3x3(in_channels, out_channels), nn.MaxPool2d(2), nn.BatchNorm2d(out_channels), nn.ReLU()
-    )
+    """(B, in_channels, H, W) to (B, out_channels, H // 2, W // 2). Pooled early: what follows costs a quarter."""
+    return nn.Sequential(_conv3x3(in_channels, out_channels), nn.MaxPool2d(2), nn.BatchNorm2d(out_channels), nn.ReLU())
 
 
 def _conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:

@@ -64,8 +64,8 @@ def fit(
         clip_norm: largest 2-norm of the gradient, taken over all parameters.
         bf16: run the forward pass in bfloat16 autocast.
         seed: of the order of samples, equal on all ranks, and of dropout.
-        seed_step: called as (epoch, micro-batch, rank) before each forward pass, to seed its draws; without it all ranks
-            drop out alike, as after any `seed_everything` that is equal on all ranks.
+        seed_step: called as (epoch, micro-batch, rank) before each forward pass, to seed its draws; without it all
+            ranks drop out alike, as after any `seed_everything` that is equal on all ranks.
         on_step: called on every rank after each optimizer step.
         on_epoch: called on every rank after each epoch, with the process group still up.
         save_to: where rank 0 writes the weights at the end.
@@ -192,7 +192,7 @@ def optimizer_and_schedulers(module: LightningModule) -> tuple[Optimizer, list[d
     entries = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
     for entry in entries:
         if not isinstance(entry["scheduler"], LRScheduler) or "monitor" in entry:
-            raise ConfigError(f"raw_ddp steps schedulers per epoch or per step, not {type(entry['scheduler']).__name__}")
+            raise ConfigError("raw_ddp steps schedulers per epoch or per step, not {type(entry['scheduler']).__name__}")
     return optimizers[0], entries
 
 
@@ -234,7 +234,10 @@ def main() -> None:
     def report(epoch: int) -> None:
         share = accuracy(cli.model, cli.datamodule)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}  val/acc {share:.4f}  weights {sha256(cli.model.state_dict())[:16]}", flush=True)
+            print(
+                f"epoch {epoch + 1}  val/acc {share:.4f}  weights SHA-256 {sha256(cli.model.state_dict())[:16]}",
+                flush=True,
+            )
 
     fit(
         cli.model,

@@ -106,6 +106,13 @@ class SquaresWithSplit(Squares):
         super().__init__(50 if split == "train" else 20)
 
 
+class SquaresWithOddSplits(Squares):
+    def __init__(self, split: str = "train-standard") -> None:
+        if split not in ("train-standard", "val-standard"):  # such as Places365's
+            raise ValueError(f"unknown split {split}")
+        super().__init__(20)
+
+
 class SquaresOfFraction(Squares):
     """`split` is not the name of a part here, and must be left alone."""
 
@@ -254,6 +261,9 @@ def test_channels_are_normalised_each_by_its_own() -> None:
     mean, std = InMemoryImages(levels[None], torch.zeros(1, dtype=torch.int64)).mean_and_std()
     assert mean == pytest.approx([0.5, 20 / 255, 7 / 255])
     assert std == pytest.approx([0.5, 10 / 255, 1.0])  # a constant channel is not divided by 0
+    for level in range(256):
+        constant = torch.full((3, 1, 5, 5), level, dtype=torch.uint8)
+        assert InMemoryImages(constant, torch.zeros(3, dtype=torch.int64)).mean_and_std()[1] == [1.0]
 
 
 def test_what_is_no_batch_of_ours_passes() -> None:
@@ -361,6 +371,12 @@ def test_a_sample_may_be_an_image_an_array_or_a_tensor(image: Callable, pixel: l
     assert images.dtype == torch.uint8
     assert images[0, :, 0, 0].tolist() == pixel
     assert images.shape[1:] == (len(pixel), 4, 4) == data.sample_shape
+
+
+def test_floating_point_images_are_rounded_to_the_nearest_level() -> None:
+    levels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    data = loaded(dataset=here(Squares), dataset_args={"image": lambda index: (levels / 255 - 0.4 / 255).relu()})
+    assert torch.equal(images_of(data, "train")[0], levels)
 
 
 class FakeSVHN(Dataset):
@@ -471,6 +487,7 @@ def one_line_error(kind: type[Exception], call: Callable[[], Any]) -> str:
         ),
         ({"dataset": "no_such_package.Data"}, "cannot import the dataset 'no_such_package.Data' (No module named"),
         ({"dataset": "torchvision.datasets.SVNH"}, "has no attribute 'SVNH'"),
+        ({"dataset": ".Data"}, "unknown dataset '.Data'. Type one of"),
         ({"dataset": "pathlib.Path"}, "pathlib.Path is not a torch Dataset class"),
         ({"dataset": here(Stream)}, "is an IterableDataset: write a Dataset with __len__ and __getitem__"),
         (
@@ -486,6 +503,7 @@ def one_line_error(kind: type[Exception], call: Callable[[], Any]) -> str:
         ({"global_batch_size": 100}, "global_batch_size 100 cannot be shared by 3 processes: give 99 or 102"),
         ({"global_batch_size": 2}, "global_batch_size 2 cannot be shared by 3 processes: give 3"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0: give a number between 0 and 1"),
+        ({"val_fraction": 0.0}, "val_fraction is 0.0: give a number between 0 and 1"),
         ({"test_fraction": -0.1}, "test_fraction is -0.1: give a number between 0 and 1"),
         ({"test_fraction": float("nan")}, "test_fraction is nan: give a number"),
         ({"val_fraction": 0.0001}, "1797 images would be cut into 359 for test, 0 for val, 1438 for train: change"),
@@ -513,6 +531,7 @@ def test_setup_checks_too() -> None:
     [
         (NoClasses, ConfigError, "NoClasses names no classes: give it `classes` (names) or `num_classes`"),
         (NeedsScipy, RunError, "NeedsScipy needs the package scipy: pip install scipy"),
+        (SquaresWithOddSplits, ConfigError, "unknown split trainval: give the split to read in dataset_args"),
         (ManyLabels, RunError, "labels are 0 to 0"),
     ],
 )
@@ -609,9 +628,9 @@ def test_every_argument_is_described_for_help() -> None:
     assert described == arguments
 
 
-def test_scikit_learn_is_not_needed() -> None:
-    loaded()
-    assert not {"sklearn", "scipy"} & set(sys.modules)
+def test_scikit_learn_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # importing it would now fail
+    assert len(images_of(loaded(), "train"))
 
 
 def test_decoded_parts_share_the_dataset(tmp_path: Path) -> None:

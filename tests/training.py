@@ -129,8 +129,8 @@ def _accuracy(loop: Any, module: LitClassifier, data: Points, epoch: int) -> Ten
 
 def quiet_trainer(**kwargs: Any) -> Trainer:
     """A CPU Trainer on all ranks of the process that it is built in, which writes and prints nothing."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(**{"accelerator": "cpu", **quiet, **kwargs})
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(**{"accelerator": "cpu", **dict.fromkeys(off, False), **kwargs})  # pyright: ignore
 
 
 def faulty_copy(module: Any, right: str, wrong: str) -> Any:

@@ -55,7 +55,7 @@ def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> 
     share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     size = max(4.0, 0.45 * n + 1.5) if n <= 40 else 12.0
     figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
-    axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     axis.set(xlabel="predicted", ylabel="true", title=f"{int(counts.trace()):,} of {int(counts.sum()):,} right")
     if n <= 40:
         axis.set_xticks(range(n), names, rotation=90)

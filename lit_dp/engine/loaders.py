@@ -23,6 +23,25 @@ class Delivery(NamedTuple):
     batch: Any
 
 
+class KeptDraw:
+    """A draw that keeps what it gave last: the ledger compares with it, and a second draw might be another one.
+
+    Attributes:
+        last: elements of the last draw; empty before the first.
+    """
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+        self.last: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.draw)
+
+    def __call__(self, epoch: int) -> list[Any]:
+        self.last = self.draw(epoch)
+        return self.last
+
+
 class TaggedDataset(SeededDataset):
     """A seeded dataset that sends the indices along with what it read."""
 
@@ -72,6 +91,9 @@ def follow(loader: DataLoader[Any], batches: Any, seed: int | None) -> DataLoade
         batches: yields lists of indices, or single ones.
         seed: of the draws in the dataset; None leaves them to history.
     """
+    for name in ("draw", "elements"):  # of TrainBatches and of EvalBatches
+        if callable(draw := getattr(batches, name, None)):
+            setattr(batches, name, KeptDraw(draw))
     changed: dict[str, Any] = {"sampler": batches}
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = _around(loader.batch_sampler, batches)
@@ -93,7 +115,9 @@ def copy_with(loader: DataLoader[Any], mixin: type | None, **attributes: Any) ->
     Neither called nor set as usual: its class may have any arguments, and DataLoader.__setattr__ refuses to replace a
     sampler or dataset, lest it be done by accident.
     """
-    kind = type(loader) if mixin is None else type(f"{mixin.__name__}{type(loader).__name__}", (mixin, type(loader)), {})
+    kind = (
+        type(loader) if mixin is None else type(f"{mixin.__name__}{type(loader).__name__}", (mixin, type(loader)), {})
+    )
     copied = kind.__new__(kind)
     copied.__dict__.update(loader.__dict__, _iterator=None, **attributes)
     return copied

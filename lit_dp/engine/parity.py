@@ -40,7 +40,9 @@ class StepReport:
     optimizer_state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: Optimizer, epoch: int, step: int, losses: Iterable[Tensor]) -> "StepReport":
+    def of(
+        cls, module: nn.Module, optimizer: Optimizer, epoch: int, step: int, losses: Iterable[Tensor]
+    ) -> "StepReport":
         """Collect what `module` and `optimizer` hold right after a step, before gradients are cleared."""
         parameters = dict(module.named_parameters())
         state = {
@@ -84,9 +86,7 @@ class StepReporter(Callback):
         self._losses.append(outputs["loss"])
         if trainer.global_step == self._steps:  # still accumulating
             return
-        self._on_step(
-            StepReport.of(pl_module, trainer.optimizers[0], trainer.current_epoch, self._steps, self._losses)
-        )
+        self._on_step(StepReport.of(pl_module, trainer.optimizers[0], trainer.current_epoch, self._steps, self._losses))
         self._steps, self._losses = trainer.global_step, []
 
 

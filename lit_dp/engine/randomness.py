@@ -23,7 +23,7 @@ def derive(*key: int | str) -> int:
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
     """Seed torch, numpy and random in this process, and `device` where it is an accelerator."""
-    # torch.manual_seed would also queue a call for every accelerator library that is not initialised: slow, and it grows
+    # torch.manual_seed would also queue a call for every accelerator library that is not initialised: slow, and growing
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -32,7 +32,12 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_step(
-    seed: int, epoch: int, micro_batch: int, virtual_rank: int, purpose: str = "step", device: torch.device | None = None
+    seed: int,
+    epoch: int,
+    micro_batch: int,
+    virtual_rank: int,
+    purpose: str = "step",
+    device: torch.device | None = None,
 ) -> None:
     """Make the draws that follow those of one micro-batch of one virtual rank, whatever was drawn before.
 
@@ -87,17 +92,20 @@ class EpochIndex(int):
 _key: tuple[int, int] | None = None  # (seed, epoch) of the fetch that is going on in this process
 
 
-def begin_sample(index: int) -> None:
-    """Seed the draws for one sample: for datasets that read whole batches in `__getitems__`. Else nothing happens."""
+def begin_sample(index: int, purpose: str = "read") -> None:
+    """Seed the draws for one sample: for datasets that read whole batches in `__getitems__`.
+
+    Outside a seeded loader nothing happens. Different purposes (to read it, to augment it) have draws of their own.
+    """
     if _key is not None:
-        seed_all(derive(*_key, index))
+        seed_all(derive(*_key, index, purpose))
 
 
 class SeededDataset(Dataset[Any]):
     """A dataset whose draws depend on (seed, epoch, sample index) only. Everything else is the inner dataset's.
 
-    Where that reads whole batches (`__getitems__`) it calls `begin_sample` before it draws for a sample; if it does not,
-    its draws depend on the batch's first index. A seed of None leaves the draws as they come.
+    Where that reads whole batches (`__getitems__`) it calls `begin_sample` before it draws for a sample; if it does
+    not, its draws depend on the batch's first index. A seed of None leaves the draws as they come.
     """
 
     def __init__(self, dataset: Any, seed: int | None) -> None:

@@ -139,9 +139,17 @@ class EvalBatches(Sampler[Any]):
         """Whether this process has no element of its own while others have."""
         return 0 < self.total <= self.share.rank
 
-    def __len__(self) -> int:
-        own = len(evaluation_indices(self.total, self.share.world_size, self.share.rank)) or int(self.borrowed)
+    @property
+    def equal(self) -> bool:
+        """Whether all processes have equally many batches."""
+        return self._batches_of(0) == self._batches_of(self.share.world_size - 1)
+
+    def _batches_of(self, rank: int) -> int:
+        own = len(evaluation_indices(self.total, self.share.world_size, rank)) or min(1, self.total)
         return -(-own // (self.batch_size or 1))
+
+    def __len__(self) -> int:
+        return self._batches_of(self.share.rank)
 
     def __iter__(self) -> Iterator[Any]:
         elements = range(self.total) if isinstance(self.elements, int) else self.elements(self.epoch)

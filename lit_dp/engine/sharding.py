@@ -44,7 +44,9 @@ class Sharder(NamedTuple):
         sampler = _sampler(loader)
         if isinstance(sampler, DistributedSampler):
             return self._checked(loader, sampler)
-        require_same_dataset(loader.dataset, {"train": "training", "evaluate": "evaluation"}.get(stage, stage), self.peers)
+        require_same_dataset(
+            loader.dataset, {"train": "training", "evaluate": "evaluation"}.get(stage, stage), self.peers
+        )
         batches = self._train_batches(loader) if stage == "train" else self._eval_batches(loader, stage)
         batches.set_epoch(epoch)
         return follow(loader, batches, self.seed if self.seeded_draws else None)
@@ -80,7 +82,9 @@ class Sharder(NamedTuple):
         batch_sampler, sampler = loader.batch_sampler, _sampler(loader)
         if batch_sampler is None:
             return EvalBatches(self._draw(sampler), None, False, self.share)
-        whole = type(batch_sampler) is not BatchSampler and not (stage == "predict" and hasattr(batch_sampler, "sampler"))
+        whole = type(batch_sampler) is not BatchSampler and not (
+            stage == "predict" and hasattr(batch_sampler, "sampler")
+        )
         if whole:
             return EvalBatches(self._draw(batch_sampler), None, False, self.share)
         elements = len(sampler) if plain_order(sampler) is False else self._draw(sampler)

@@ -10,11 +10,12 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_dp.engine.evaluation import level_buffers, taken_back
+from lit_dp.engine.evaluation import level_buffers, level_lists, taken_back, unlevel_lists
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import EvalBatches, TrainBatches
 from lit_dp.engine.sharding import Sharder
+from lit_dp.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -65,11 +66,16 @@ class ExactDDPStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         Strategy.setup(self, trainer) if self.alone else super().setup(trainer)
+        peers = Peers(self.global_rank, self.world_size)
+        seed = peers.from_first(int(os.environ.get("PL_GLOBAL_SEED", "0")))
+        self._sharder = Sharder(peers, seed, self.tail, self.seeded_draws)
 
     def _setup_model(self, model: Any) -> Any:
         return model if self.alone else super()._setup_model(model)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._between_batches:  # a value logged on_step: its rank's own, since not all ranks have this batch
+            return tensor
         # Lightning averages the integer number of samples over ranks, which floors it (PL 21859, FAULTS 2).
         if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.float()
@@ -79,11 +85,8 @@ class ExactDDPStrategy(DDPStrategy):
 
     @property
     def sharder(self) -> Sharder:
-        """Shares loaders out; made when the first loader comes by, on all ranks together."""
-        if self._sharder is None:
-            peers = Peers(self.global_rank, self.world_size)
-            seed = peers.from_first(int(os.environ.get("PL_GLOBAL_SEED", "0")))
-            self._sharder = Sharder(peers, seed, self.tail, self.seeded_draws)
+        """Shares loaders out, with what is equal on all ranks."""
+        assert self._sharder is not None, "setup comes first"
         return self._sharder
 
     @property
@@ -150,10 +153,36 @@ class ExactDDPStrategy(DDPStrategy):
     def on_test_start(self) -> None:
         self._on_evaluation_start(self.trainer.test_dataloaders)
 
+    def on_validation_end(self) -> None:
+        self._on_evaluation_end()
+
+    def on_test_end(self) -> None:
+        self._on_evaluation_end()
+
     def _on_evaluation_start(self, loaders: Any) -> None:
         self._eval_loaders = CombinedLoader(loaders, "sequential").flattened
         if not self.alone and self.lightning_module is not None:
             level_buffers(self.lightning_module)
+            level_lists(self.lightning_module, self.sharder.peers.gather)
+
+    def _on_evaluation_end(self) -> None:
+        self._eval_loaders = []
+        if not self.alone and self.lightning_module is not None:
+            unlevel_lists(self.lightning_module)
+
+    @property
+    def _between_batches(self) -> bool:
+        """Whether an evaluation goes on, in which ranks have unequal numbers of batches: no exchange then."""
+        return bool(self._eval_loaders) and self.trainer._logger_connector._first_loop_iter is not None
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        batches = [_batches(loader) for loader in self._eval_loaders]
+        if self._between_batches and not all(b is not None and b.equal for b in batches):
+            raise ConfigError(
+                "all_gather between the batches of an evaluation: ranks have unequal numbers of batches, as no sample is"
+                " evaluated twice; gather in on_validation_epoch_end, or update a torchmetrics object"
+            )
+        return super().all_gather(tensor, group, sync_grads)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -168,11 +197,16 @@ class ExactDDPStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         dataloader_idx = args[2] if len(args) > 2 else 0
-        batches = getattr(self._eval_loaders[dataloader_idx], "sampler", None)
-        if isinstance(batches, EvalBatches) and batches.borrowed:
-            with taken_back(module, self.trainer._results or {}):
+        batches = _batches(self._eval_loaders[dataloader_idx])
+        if batches is not None and batches.borrowed:
+            with taken_back(module, self.trainer._results):
                 return getattr(module, step)(*args, **kwargs)
         return getattr(module, step)(*args, **kwargs)
+
+
+def _batches(loader: Any) -> EvalBatches | None:
+    batches = getattr(loader, "sampler", None)
+    return batches if isinstance(batches, EvalBatches) else None
 
 
 StrategyRegistry.register("exact_ddp", ExactDDPStrategy, description="DDP with one schedule and exact evaluation")

@@ -120,7 +120,9 @@ class InStep:
             if not all(more):
                 ended = ", ".join(str(rank) for rank, has in enumerate(more) if not has)
                 if any(more) and self.peers.rank == 0:
-                    print(f"rank {ended} ran out of data after {count} batches: all ranks end the epoch here", flush=True)
+                    print(
+                        f"rank {ended} ran out of data after {count} batches: all ranks end the epoch here", flush=True
+                    )
                 return
             yield batch
 
