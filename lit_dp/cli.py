@@ -13,6 +13,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lit_dp.engine.parity import sha256
+from lit_dp.engine.plan import PrintPlan
 from lit_dp.engine.progress import EpochLines
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.trainer import Trainer
@@ -76,9 +77,22 @@ class LitCLI(LightningCLI):
             args = with_shipped_configs(sys.argv[1:] if args is None else args)
         self.config = parser.parse_object(args) if isinstance(args, dict) else parser.parse_args(args)  # type: ignore
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
         config.name = config.name or config_name(config.config)
+        if self.subcommand == "plan":
+            self._plan_only(config)
+
+    def _plan_only(self, config: Any) -> None:
+        """Keep the devices that are planned for from being looked for: one process plans for any number."""
+        config.devices = config.devices or config.trainer.devices
+        config.nodes = config.nodes or config.trainer.num_nodes
+        for name, value in {"devices": 1, "num_nodes": 1, "accelerator": "cpu", "precision": None}.items():
+            config.trainer[name] = value
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         logger = self._get(self.config_init, "trainer").logger
@@ -92,7 +106,9 @@ class LitCLI(LightningCLI):
         best = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
         last = [last_checkpoint()] if saves else []
         bars = [RichProgressBar(refresh_rate=4)] if config["enable_progress_bar"] else []
-        return super()._instantiate_trainer(config, [*best, *last, *bars, *([EpochLines()] if lines else [])])
+        return super()._instantiate_trainer(
+            config, [*best, *last, *bars, *([PrintPlan(), EpochLines()] if lines else [])]
+        )
 
     def _loggers(self, configured: Any) -> list[Logger] | bool:
         """The run folder first, then what the config adds; `logger: false` writes nothing."""
@@ -122,7 +138,7 @@ class LitCLI(LightningCLI):
     def after_fit(self) -> None:
         """Draw the curves and say what came out and what to type next."""
         folder = self.trainer.log_dir  # all ranks: it broadcasts
-        if not self.trainer.is_global_zero or self.trainer.fast_dev_run or folder is None:
+        if not self.trainer.is_global_zero or folder is None:
             return
         from lit_dp.commands.plots import draw_curves
 

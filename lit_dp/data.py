@@ -88,6 +88,7 @@ class ImageDataModule(LightningDataModule):
         self.split_seed = split_seed
         self.num_workers = num_workers
         self.dataset_args = dataset_args or {}
+        self.planned_world_size: int | None = None  # processes to plan for, where they do not run
         self._parts: dict[str, ImageDataset] = {}
         self._pixel_stats: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -218,6 +219,8 @@ class ImageDataModule(LightningDataModule):
     def _world_size(self) -> int:
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size()
+        if self.planned_world_size is not None:
+            return self.planned_world_size
         return 1 if self.trainer is None else self.trainer.num_devices * self.trainer.num_nodes
 
     def _workers_for(self, part: ImageDataset) -> int:

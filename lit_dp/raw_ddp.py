@@ -36,7 +36,7 @@ class TrainingStep(nn.Module):
         self.module = module
 
     def forward(self, batch: Any, batch_idx: int) -> Tensor:
-        output = self.module.training_step(batch, batch_idx)
+        output: Any = self.module.training_step(batch, batch_idx)
         return output["loss"] if isinstance(output, dict) else output
 
 
@@ -180,19 +180,18 @@ def optimizer_and_schedulers(module: LightningModule) -> tuple[Optimizer, list[d
     Raises:
         ConfigError: several optimizers, or a scheduler that follows a metric: this loop is for the plain case.
     """
-    configured = module.configure_optimizers()
-    if isinstance(configured, Optimizer):
-        return configured, []
+    configured: Any = module.configure_optimizers()
     if isinstance(configured, dict):
         optimizers, schedulers = [configured["optimizer"]], [configured.get("lr_scheduler")]
+    elif isinstance(configured, tuple):
+        optimizers, schedulers = configured
     else:
-        optimizers, schedulers = configured if isinstance(configured[0], list) else (configured, [])  # type: ignore
+        optimizers, schedulers = [configured] if isinstance(configured, Optimizer) else configured, []
     if len(optimizers) != 1:
         raise ConfigError(f"raw_ddp trains with one optimizer; configure_optimizers returned {len(optimizers)}")
     entries = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
-    for entry in entries:
-        if not isinstance(entry["scheduler"], LRScheduler) or "monitor" in entry:
-            raise ConfigError("raw_ddp steps schedulers per epoch or per step, not {type(entry['scheduler']).__name__}")
+    if any("monitor" in entry or not isinstance(entry["scheduler"], LRScheduler) for entry in entries):
+        raise ConfigError("raw_ddp steps schedulers per epoch or per step; this one follows a metric")
     return optimizers[0], entries
 
 

@@ -35,7 +35,7 @@ class WarmupCosine(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group after `last_epoch` calls of `step()`."""
-        return [base * self._factor(self.last_epoch) for base in self.base_lrs]
+        return [base * self._factor(self.last_epoch) for base in self.base_lrs]  # pyright: ignore[reportReturnType]
 
     def _factor(self, calls: int) -> float:
         if calls < self.warmup:

@@ -1,14 +1,23 @@
 """Lightning's Trainer, with defaults under which what runs is really data parallel, and a check of who started it."""
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_dp.engine import launch
+from lit_dp.engine.guards import MonitoredValues
+from lit_dp.engine.peers import Peers
+from lit_dp.engine.plan import Placement, plan_rows, table
+from lit_dp.engine.sharding import Sharder
+from lit_dp.engine.guards import MonitoredValues
+from lit_dp.engine.peers import Peers
+from lit_dp.engine.plan import Placement, plan_rows, table
+from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
 
@@ -49,7 +58,11 @@ class Trainer(pl.Trainer):
         devices = launch.processes_per_host(self.launch, devices, available)
         single = isinstance(strategy, SingleDeviceStrategy) or (strategy == "auto" and _count(devices, available) == 1)
         launch.check(self.launch, _count(devices, available), num_nodes, distributed=not single)
+        threads, why = launch.set_cpu_threads(self.launch, _count(devices, available))
+        self.cpu_threads = f"{threads} ({why})"
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
+        if exact:
+            kwargs["callbacks"] = [MonitoredValues(), *_as_list(kwargs.get("callbacks"))]
         try:
             super().__init__(
                 accelerator=accelerator,
@@ -64,6 +77,48 @@ class Trainer(pl.Trainer):
             raise ConfigError(f"the trainer cannot be built: {error}") from error
         if isinstance(self.strategy, ExactDDPStrategy):
             self.strategy.shards_data = use_distributed_sampler
+
+    def plan(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        devices: int | str | None = None,
+        nodes: int | None = None,
+    ) -> str:
+        """Print what a training would do, without training.
+
+        Args:
+            model: the module to train.
+            datamodule: its data; without one, the module's own train_dataloader.
+            devices: devices a host, whether they are here or not; those of the config by default.
+            nodes: hosts; those of the config by default.
+
+        Returns:
+            The table that was printed.
+        """
+        available = torch.accelerator.device_count()
+        a_host = _count(launch.processes_per_host(self.launch, devices or self.num_devices, available), available)
+        kind = str(torch.accelerator.current_accelerator()) if available else "cpu"
+        threads, why = launch.set_cpu_threads(self.launch, a_host)
+        place = Placement(self.launch.why, nodes or self.num_nodes, a_host, kind, f"{threads} ({why})")
+        if datamodule is not None:
+            datamodule.trainer = self
+            datamodule.planned_world_size = place.world_size  # pyright: ignore[reportAttributeAccessIssue]
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+        model.trainer = self
+        self.strategy.connect(model)
+        self.strategy.setup_optimizers(self)
+        tail = self.strategy.tail if isinstance(self.strategy, ExactDDPStrategy) else "pad"
+        sharder = Sharder(Peers(0, place.world_size), int(os.environ.get("PL_GLOBAL_SEED", "0")), tail, True)
+        batches = sharder.train_batches((datamodule or model).train_dataloader())
+        rows = plan_rows(place, self, model, batches)
+        print(table(rows))
+        return table(rows)
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
 
 
 def _count(devices: Any, available: int) -> int:

@@ -18,6 +18,8 @@ COMMON = {
     "config": "YAML file, or the name of a shipped config; several are laid over each other",
     "name": "run folder below trainer.default_root_dir; counted up if it is there",
     "seed_everything": "seed of weights, order of samples and dropout",
+    "devices": "devices a host to plan for, here or not",
+    "nodes": "hosts to plan for",
     "ckpt_path": "checkpoint to resume from (fit) or to evaluate",
     "model": "LightningModule, by import path; then --model.ARGUMENT VALUE",
     "data": "LightningDataModule, by import path; then --data.ARGUMENT VALUE",

@@ -36,8 +36,9 @@ def _command(args: list[str], cwd: Path) -> Ended:
         main()
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        assert stream is not None
+        stream.flush()
     out, err = (file.read_text() for file in files)
     for file in files:
         file.unlink()

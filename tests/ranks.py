@@ -88,9 +88,9 @@ def _results(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
         if not ready:
             break
         for pipe in ready:
-            rank = pending.pop(pipe)  # pyright: ignore[reportArgumentType]
+            rank = pending.pop(pipe)  # pyright: ignore
             try:
-                ok, answer = pipe.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                ok, answer = pipe.recv()  # pyright: ignore
             except EOFError:
                 ok, answer = False, pickle.dumps(f"exit code {ranks[rank][0].exitcode}, without a word")
             if ok:

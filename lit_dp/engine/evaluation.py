@@ -71,7 +71,8 @@ def level_lists(module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
 
 def unlevel_lists(module: nn.Module) -> None:
     for metric in metrics_of(module):
-        metric.__dict__.pop("_sync_dist", None)
+        if "_sync_dist" in metric.__dict__:
+            del metric._sync_dist  # the class's own again
 
 
 def _sync_level(metric: Metric, gather: Callable[[Any], list[Any]], *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, SequentialSamp
 
 from lit_dp.engine import launch
 from lit_dp.engine.loaders import take_delivered
-from lit_dp.engine.samplers import TrainBatches, plain_order
+from lit_dp.engine.samplers import AsGiven, TrainBatches, plain_order
+from lit_dp.engine.sharding import sampler_of
 
 STATE = "lit_dp.ledger"
 EXAMPLES = 5
@@ -94,10 +95,10 @@ class Account:
 
     def _exceptions(self) -> list[str]:
         return [
-            *self.padded.said("padded, so used once more"),
+            *self.padded.said("padded"),
             *self.dropped.said("dropped"),
             *self.missing.said("MISSING"),
-            *self.repeated.said("USED MORE OFTEN than promised"),
+            *self.repeated.said("REPEATED"),
             *([f"{self.blind:,} batches came without indices"] if self.blind and self.uses else []),
             *([self.apart] if self.apart else []),
         ]
@@ -225,88 +226,106 @@ def _reduced(trainer: Trainer, tally: Tally) -> Tally:
         tally.grow(int(strategy.reduce(size, reduce_op="max")))  # pyright: ignore[reportArgumentType]
     own = torch.cat((tally.counts.int(), torch.tensor([tally.blind, tally.descents], dtype=torch.int32)))
     total: Any = strategy.reduce(own.to(strategy.root_device), reduce_op="sum")
-    *_, blind, descents = total[-2:].tolist()
+    blind, descents = total[-2:].tolist()
     return replace(tally, counts=total[:-2].cpu(), blind=blind, descents=descents)
 
 
 def _account(trainer: Trainer, loader: Any, tally: Tally, number: int | None) -> Account:
-    used, sampler, batches = tally.counts, _sampler(loader), tally.batches
-    whole = _whole(loader, sampler)
-    passes = batches / whole if whole else 1.0
-    draw, promise = _draw(loader, sampler, used)
-    due = None if tally.blind else _due(loader, sampler, batches, whole, len(used))
+    used, batches = tally.counts, tally.batches
+    promise = Promise(loader, len(used))
+    passes = batches / promise.whole if promise.whole else 1.0
+    draw, words = promise.draw(used)
+    due = None if tally.blind else promise.due(batches)
     due = used.minimum(draw * math.ceil(passes)) if due is None else due
-    none = torch.zeros_like(used)
-    padded = _some(due - draw if passes <= 1 else none)
+    complete = passes == 1 and not tally.blind and tally.samples is not None
+    padded = _some(due - draw, passes <= 1)
     return Account(
         epoch=trainer.current_epoch,
         loader=number,
         samples=tally.samples,
         used=int((used > 0).sum()),
         uses=int(used.sum()),
-        promise=promise if passes <= 1 else f"as often as {passes:.3g} passes ask for",
+        promise=words if passes <= 1 else f"as often as {passes:.3g} passes ask for",
         padded=padded,
-        dropped=_some(draw - due if passes == 1 and not tally.blind and tally.samples is not None else none),
+        dropped=_some(draw - due, complete),
         missing=_some(due - used),
         repeated=_some(used - due),
         batches=batches,
-        whole=whole,
+        whole=promise.whole,
         blind=tally.blind,
         ordered=passes <= 1 and tally.descents <= padded.count,
         apart=_apart(trainer.world_size),
     )
 
 
-def _draw(loader: Any, sampler: Any, used: Tensor) -> tuple[Tensor, str]:
-    """How often each sample was drawn for an epoch, int32 (N,), and the same in words."""
-    if (draw := getattr(sampler, "draw", None)) is not None:
-        drawn = sample_indices(getattr(draw, "last", []))
-        if drawn is not None:
-            return drawn.bincount(minlength=len(used)).int(), "as often as drawn"
-    elif isinstance(sampler, TrainBatches) or _plain(loader, sampler):
-        return torch.ones_like(used), "once"
-    return used, UNKNOWN
+class Promise:
+    """What a loader's sampler says that all ranks together read. Counts are int32 (N,).
 
+    Attributes:
+        whole: batches of one rank in an epoch, None for a stream without a length.
+    """
 
-def _due(loader: Any, sampler: Any, batches: int, whole: int | None, samples: int) -> Tensor | None:
-    """How often all ranks together should have used each sample in so many batches each; None where no rule is known."""
-    passes, rest = divmod(batches, whole) if whole else (0, batches)
-    due = torch.zeros(samples, dtype=torch.int32)
-    for times, taken in ((passes, whole), (1, rest)):
-        if times and taken:
-            if (read := _read(loader, sampler, taken)) is None:
-                return None
-            due += times * read.bincount(minlength=samples).int()
-    return due
+    def __init__(self, loader: Any, samples: int) -> None:
+        self.loader, self.samples, self.sampler = loader, samples, _sampler(loader)
+        schedule = self.sampler if isinstance(self.sampler, TrainBatches) else None
+        self.stride = len(schedule.share.virtual_ranks) if schedule else 1
+        self.whole = schedule.schedule.steps_per_epoch * self.stride if schedule else _length(loader)
 
+    def draw(self, used: Tensor) -> tuple[Tensor, str]:
+        """How often an epoch draws each sample, and the same in words."""
+        if (draw := getattr(self.sampler, "draw", None)) is not None:
+            drawn = sample_indices(draw.last)
+            return (used, UNKNOWN) if drawn is None else (self._counts(drawn), "as often as drawn")
+        once = isinstance(self.sampler, TrainBatches) or self._plain
+        return (torch.ones_like(used), "once") if once else (used, UNKNOWN)
 
-def _read(loader: Any, sampler: Any, batches: int) -> Tensor | None:
-    """The indices of the first batches of all ranks, in any order; None where no rule is known."""
-    if isinstance(sampler, TrainBatches):
-        return _scheduled(sampler, batches)
-    size = getattr(loader, "batch_size", None)
-    if size is None or not _plain(loader, sampler):
+    def due(self, batches: int) -> Tensor | None:
+        """How often each sample is to be used in so many batches a rank; None where no rule is known."""
+        passes, rest = divmod(batches, self.whole) if self.whole else (0, batches)
+        parts = [self._read(taken) for taken in [self.whole or 0] * min(passes, 1) + [rest] * (rest > 0)]
+        if any(part is None for part in parts):
+            return None
+        counts = [self._counts(part) for part in parts if part is not None]
+        return sum(counts[1:], counts[0] * max(passes, 1)) if counts else None
+
+    def _counts(self, indices: Tensor) -> Tensor:
+        return indices.bincount(minlength=self.samples).int()
+
+    @property
+    def _plain(self) -> bool:
+        """Whether an epoch is to read each sample of the dataset once."""
+        dataset = self.loader.dataset if hasattr(self.loader, "dataset") else None
+        own = (dataset, getattr(dataset, "inner", None))
+        shared = isinstance(self.sampler, DistributedSampler) and any(self.sampler.dataset is d for d in own)
+        return shared or isinstance(dataset, IterableDataset) or plain_order(self.sampler) is not None
+
+    def _read(self, batches: int) -> Tensor | None:
+        """Indices of the first batches of all ranks, in any order; None where no rule is known."""
+        loader, sampler = self.loader, self.sampler
+        if isinstance(sampler, TrainBatches):
+            return self._scheduled(sampler, batches)
+        size = getattr(loader, "batch_size", None)
+        if size is None or not self._plain:
+            return None
+        if isinstance(sampler, DistributedSampler):
+            replicas = [copy.copy(sampler) for _ in range(sampler.num_replicas)]
+            for rank, replica in enumerate(replicas):
+                replica.rank = rank
+            return torch.cat([torch.tensor(list(replica)[: batches * size]) for replica in replicas])
+        if isinstance(sampler, SequentialSampler) or (batches == self.whole and not loader.drop_last):
+            return torch.arange(self.samples)[: batches * size]
         return None
-    if isinstance(sampler, DistributedSampler):
-        replicas = [copy.copy(sampler) for _ in range(sampler.num_replicas)]
-        for rank, replica in enumerate(replicas):
-            replica.rank = rank
-        return torch.cat([torch.tensor(list(replica)[: batches * size]) for replica in replicas])
-    if isinstance(sampler, SequentialSampler) or (batches == len(loader) and not loader.drop_last):
-        return torch.arange(len(loader.dataset))[: batches * size]
-    return None
 
-
-def _scheduled(batches: TrainBatches, taken: int) -> Tensor | None:
-    schedule, stride = batches.schedule, len(batches.share.virtual_ranks)
-    steps, rest = divmod(taken, stride)
-    order = schedule.order(batches.epoch)
-    last = [schedule.split(order, steps, v) for v in range(schedule.virtual_ranks) if v % stride < rest]
-    positions = torch.cat((order[: steps * schedule.global_batch], *last))
-    if batches.draw is None:
-        return positions
-    drawn = getattr(batches.draw, "last", [])
-    return sample_indices([drawn[i] for i in positions.tolist()])
+    def _scheduled(self, batches: TrainBatches, taken: int) -> Tensor | None:
+        schedule, stride = batches.schedule, self.stride
+        steps, rest = divmod(taken, stride)
+        order = schedule.order(batches.epoch)
+        last = [schedule.split(order, steps, v) for v in range(schedule.virtual_ranks) if v % stride < rest]
+        positions = torch.cat((order[: steps * schedule.global_batch], *last))
+        if batches.draw is None:
+            return positions
+        drawn = getattr(batches.draw, "last", [])
+        return sample_indices([drawn[i] for i in positions.tolist()])
 
 
 def sample_indices(elements: list[Any]) -> Tensor | None:
@@ -320,20 +339,8 @@ def sample_indices(elements: list[Any]) -> Tensor | None:
 
 
 def _sampler(loader: Any) -> Any:
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-
-
-def _plain(loader: Any, sampler: Any) -> bool:
-    """Whether an epoch is to read each sample of the dataset once."""
-    dataset = getattr(loader, "dataset", None)
-    distributed = isinstance(sampler, DistributedSampler) and sampler.dataset is dataset
-    return distributed or isinstance(dataset, IterableDataset) or plain_order(sampler) is not None
-
-
-def _whole(loader: Any, sampler: Any) -> int | None:
-    if isinstance(sampler, TrainBatches):
-        return sampler.schedule.steps_per_epoch * len(sampler.share.virtual_ranks)
-    return _length(loader)
+    sampler = sampler_of(loader) if hasattr(loader, "sampler") else None
+    return getattr(sampler.inner, "sampler", sampler.inner) if isinstance(sampler, AsGiven) else sampler
 
 
 def _length(sized: Any) -> int | None:
@@ -343,8 +350,8 @@ def _length(sized: Any) -> int | None:
         return None
 
 
-def _some(uses: Tensor) -> Some:
-    uses = uses.clamp(min=0)
+def _some(uses: Tensor, applies: bool = True) -> Some:
+    uses = uses.clamp(min=0) * applies
     return Some(int(uses.sum()), tuple(uses.nonzero().flatten()[:EXAMPLES].tolist()))
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from lit_dp.engine.randomness import EpochIndex, SeededDataset
 
@@ -63,6 +63,19 @@ class TaggedCollate:
         return Delivery(delivery.indices, self.inner(delivery.batch))
 
 
+class ShownOwnDataset:
+    """A user's worker_init_fn, which finds the user's own dataset in torch's worker info, not our wrapping."""
+
+    def __init__(self, inner: Callable[[int], None]) -> None:
+        self.inner = inner
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            info.__dict__["dataset"] = info.dataset.inner  # its __setattr__ refuses
+        self.inner(worker)
+
+
 class Delivering:
     """Mixin over a DataLoader's class: takes the indices off every batch and keeps them in `delivered`.
 
@@ -95,6 +108,8 @@ def follow(loader: DataLoader[Any], batches: Any, seed: int | None) -> DataLoade
         if callable(draw := getattr(batches, name, None)):
             setattr(batches, name, KeptDraw(draw))
     changed: dict[str, Any] = {"sampler": batches}
+    if loader.worker_init_fn is not None:
+        changed["worker_init_fn"] = ShownOwnDataset(loader.worker_init_fn)
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = _around(loader.batch_sampler, batches)
     if type(loader).__iter__ is not DataLoader.__iter__:  # one with its own way to iterate must not meet our wrapping

@@ -6,9 +6,10 @@
 """
 
 import hashlib
+import operator
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -92,12 +93,14 @@ class EpochIndex(int):
 _key: tuple[int, int] | None = None  # (seed, epoch) of the fetch that is going on in this process
 
 
-def begin_sample(index: int, purpose: str = "read") -> None:
+def begin_sample(index: Any, purpose: str = "read") -> None:
     """Seed the draws for one sample: for datasets that read whole batches in `__getitems__`.
 
     Outside a seeded loader nothing happens. Different purposes (to read it, to augment it) have draws of their own.
     """
     if _key is not None:
+        with suppress(TypeError):  # 3, numpy's 3 and a tensor of 3 are the same sample
+            index = operator.index(index)
         seed_all(derive(*_key, index, purpose))
 
 
@@ -109,7 +112,7 @@ class SeededDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int | None) -> None:
-        self.inner, self.seed = dataset, seed
+        self.__dict__.update(inner=dataset, seed=seed)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -119,17 +122,17 @@ class SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
     def __getitem__(self, index: Any) -> Any:
-        epoch = getattr(index, "epoch", 0)
-        with self._keyed(epoch, index if isinstance(index, int) else 0):
-            return self.inner[int(index) if isinstance(index, EpochIndex) else index]
+        with self._keyed(index):
+            return self.inner[_plain(index)]
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        epoch = getattr(indices, "epoch", 0)
-        if hasattr(self.inner, "__getitems__"):
-            with self._keyed(epoch, indices[0] if indices else 0):
-                return self.inner.__getitems__(list(indices))
-        with self._keyed(epoch, 0):
+        with self._keyed(indices):
+            if reads_batches(self.inner):
+                return self.inner.__getitems__(_plain(indices))
             return [self._read(index) for index in indices]
 
     def _read(self, index: Any) -> Any:
@@ -137,16 +140,32 @@ class SeededDataset(Dataset[Any]):
         return self.inner[index]
 
     @contextmanager
-    def _keyed(self, epoch: int, first: Any) -> Iterator[None]:
+    def _keyed(self, asked: Any) -> Iterator[None]:
+        """Draws are those of what is `asked` for: an index, or a list of them."""
         global _key
         if self.seed is None:
             yield
             return
         # Loading in the training process must not move the draws of the step.
         with nullcontext() if get_worker_info() is not None else isolated():
-            _key = (self.seed, epoch)
+            _key = (self.seed, getattr(asked, "epoch", 0))
             try:
-                begin_sample(first)
+                begin_sample(asked if not isinstance(asked, list) else asked[0] if asked else 0)
                 yield
             finally:
                 _key = None
+
+
+def _plain(asked: Any) -> Any:
+    return int(asked) if isinstance(asked, EpochIndex) else list(asked) if isinstance(asked, EpochIndices) else asked
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether `__getitems__` is the user's doing: torch's own wrappers only pass it on, or read sample by sample."""
+    read = getattr(dataset, "__getitems__", None)
+    if not callable(read):
+        return False
+    if not getattr(read, "__module__", "").startswith("torch.utils.data"):
+        return True
+    parts = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
+    return any(reads_batches(part) for part in (parts.values() if isinstance(parts, dict) else parts))

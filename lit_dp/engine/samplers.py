@@ -4,7 +4,9 @@ What a loader reads in an epoch is its draw: a list of elements (sample indices,
 whole batches of a custom batch sampler). The draw is the same on all ranks; the schedule says who reads which part.
 """
 
+import operator
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,26 +31,29 @@ class Draw:
     """The elements that a user's sampler yields in an epoch, equal on all ranks.
 
     Args:
-        sampler: a Sampler or BatchSampler; None stands for a plain shuffle or the dataset's order.
+        sampler: a Sampler or BatchSampler.
         seed: of the run; a sampler's own generator is seeded from its own seed and the epoch.
         agree: gives every rank what rank 0 passes to it; all ranks call it.
+        whole: whether an element is a batch of indices, of any type that can be iterated over.
     """
 
-    def __init__(self, sampler: Any, seed: int, agree: Callable[[Any], Any]) -> None:
-        self.sampler, self.seed, self._agree = sampler, seed, agree
+    def __init__(self, sampler: Any, seed: int, agree: Callable[[Any], Any], whole: bool = False) -> None:
+        self.sampler, self.seed, self._agree, self.whole = sampler, seed, agree, whole
+        self._length = len(sampler) if hasattr(sampler, "__len__") else len(self(0))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self._length
 
     def __call__(self, epoch: int) -> list[Any]:
-        with isolated():
+        with isolated(), ExitStack() as undone:
             seed_all(derive(self.seed, "sampler", epoch))
             for part in (self.sampler, getattr(self.sampler, "sampler", None)):
                 if callable(set_epoch := getattr(part, "set_epoch", None)):
                     set_epoch(epoch)
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    undone.callback(generator.set_state, generator.get_state())  # the next epoch starts from the same
                     generator.manual_seed(derive(generator.initial_seed(), epoch))
-            elements = list(self.sampler)
+            elements = [list(element) for element in self.sampler] if self.whole else list(self.sampler)
         # A sampler may draw from a source of its own (the system's entropy, a file): one draw is right, two are not.
         return self._agree(elements)
 
@@ -86,6 +91,11 @@ class TrainBatches(Sampler[Any]):
             self.schedule = replace(self.schedule, samples=max(1, len(elements)), shuffle=False)
         steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, self.start_step)
         return (batch for _, _, positions in steps for batch in self._batches(positions, elements))
+
+    @property
+    def equal(self) -> bool:
+        """Whether all processes have equally many samples in every micro-batch."""
+        return self.schedule.tail != "exact" or self.schedule.samples % self.share.world_size == 0
 
     def counts(self, micro_batch: int) -> list[int]:
         """Samples of every process in the micro-batch of this index, W numbers."""
@@ -161,11 +171,47 @@ class EvalBatches(Sampler[Any]):
         return (EpochIndices(own[i : i + size], self.epoch) for i in range(0, len(own), size))
 
 
+class AsGiven(Sampler[Any]):
+    """What a sampler reads that shares out by itself (a DistributedSampler), with the epoch told to what it yields.
+
+    Args:
+        inner: a loader's batch sampler, or its sampler where the loader does not batch.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.epoch = inner, 0
+
+    @property
+    def sampler(self) -> "AsGiven":
+        """Itself: where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        for part in (self.inner, getattr(self.inner, "sampler", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tag(element, self.epoch) for element in self.inner)
+
+
+def shares_by_itself(sampler: Any) -> bool:
+    """Whether a sampler yields one rank's share: torch's DistributedSampler, and what has its attributes."""
+    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+
+
 def tag(element: Any, epoch: int) -> Any:
     """An element that carries its epoch, where it can: an index, or a list of them."""
-    if isinstance(element, int):
-        return EpochIndex(element, epoch)
-    return EpochIndices(list(element), epoch) if isinstance(element, (list, tuple)) else element
+    if isinstance(element, list):
+        return EpochIndices(element, epoch)
+    try:
+        return EpochIndex(operator.index(element), epoch)
+    except TypeError:  # a key of another kind, such as a name
+        return element
 
 
 def plain_order(sampler: Any) -> bool | None:

@@ -7,12 +7,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lit_dp.engine.agreement import require_same_dataset
 from lit_dp.engine.loaders import follow
 from lit_dp.engine.peers import Peers
-from lit_dp.engine.samplers import Draw, EvalBatches, Share, TrainBatches, plain_order
+from lit_dp.engine.samplers import AsGiven, Draw, EvalBatches, Share, TrainBatches, plain_order, shares_by_itself
 from lit_dp.engine.schedule import Schedule, Tail, placement
 from lit_dp.engine.streams import ShardedStream, stream_loader
 from lit_dp.errors import ConfigError
 
 Stage = Literal["train", "evaluate", "predict"]
+STAGE_NAMES: dict[Stage, str] = {"train": "training", "evaluate": "evaluation", "predict": "prediction"}
 
 
 class Sharder(NamedTuple):
@@ -41,34 +42,35 @@ class Sharder(NamedTuple):
         if isinstance(loader.dataset, IterableDataset):
             stream = ShardedStream(loader.dataset, self.peers.rank, self.peers.world_size)
             return stream_loader(loader, stream, self.peers, together=stage == "train")
-        sampler = _sampler(loader)
-        if isinstance(sampler, DistributedSampler):
-            return self._checked(loader, sampler)
         require_same_dataset(
             loader.dataset, {"train": "training", "evaluate": "evaluation"}.get(stage, stage), self.peers
         )
-        batches = self._train_batches(loader) if stage == "train" else self._eval_batches(loader, stage)
+        batches = self._batches(loader, stage)
         batches.set_epoch(epoch)
         return follow(loader, batches, self.seed if self.seeded_draws else None)
+
+    def _batches(self, loader: DataLoader[Any], stage: Stage) -> TrainBatches | EvalBatches | AsGiven:
+        for sampler in (loader.batch_sampler, sampler_of(loader)):
+            if shares_by_itself(sampler):
+                self._check(sampler)
+                if stage == "train" or type(sampler) is not DistributedSampler:
+                    return AsGiven(reading_order(loader))
+        return self.train_batches(loader) if stage == "train" else self._eval_batches(loader, stage)
 
     @property
     def share(self) -> Share:
         rank, world_size = self.peers.rank, self.peers.world_size
         return Share(rank, world_size, placement(world_size, world_size, rank))
 
-    def _train_batches(self, loader: DataLoader[Any]) -> TrainBatches:
+    def train_batches(self, loader: DataLoader[Any]) -> TrainBatches:
         """Batches per process of `batch_size`, as in DDP; whole batches are dealt where a batch sampler makes them."""
-        world_size = self.peers.world_size
-        world_size, sampler = self.peers.world_size, _sampler(loader)
-        if type(loader.batch_sampler) is not BatchSampler:  # custom batches, or no batching: deal them out whole
-            draw = self._draw(loader.batch_sampler or sampler)
-            schedule = Schedule(max(1, len(draw)), world_size, world_size, shuffle=False)
-            return TrainBatches(schedule, self.share, draw, batched=False)
+        world_size, sampler = self.peers.world_size, sampler_of(loader)
+        if type(loader.batch_sampler) is not BatchSampler:  # custom batches, or no batching
+            return self._deal(self._draw(reading_order(loader), whole=loader.batch_sampler is not None))
         batch_size, drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
         shuffle = plain_order(sampler)
         draw = self._draw(sampler) if shuffle is None else None
-        if (samples := len(sampler)) == 0:
-            raise ConfigError("the training dataset is empty: there is nothing to train on")
+        samples = _some(len(sampler if draw is None else draw))
         tail: Tail = "drop" if drop_last else self.tail
         schedule = Schedule(samples, batch_size * world_size, world_size, self.seed, bool(shuffle), tail)
         if schedule.steps_per_epoch == 0:
@@ -78,31 +80,37 @@ class Sharder(NamedTuple):
             )
         return TrainBatches(schedule, self.share, draw)
 
+    def _deal(self, draw: Draw) -> TrainBatches:
+        """One element of the draw per process and step; padded, so that all processes take part in every step."""
+        world_size = self.peers.world_size
+        schedule = Schedule(_some(len(draw)), world_size, world_size, shuffle=False)
+        return TrainBatches(schedule, self.share, draw, batched=False)
+
     def _eval_batches(self, loader: DataLoader[Any], stage: Stage) -> EvalBatches:
-        batch_sampler, sampler = loader.batch_sampler, _sampler(loader)
+        batch_sampler, sampler = loader.batch_sampler, sampler_of(loader)
         if batch_sampler is None:
             return EvalBatches(self._draw(sampler), None, False, self.share)
-        whole = type(batch_sampler) is not BatchSampler and not (
-            stage == "predict" and hasattr(batch_sampler, "sampler")
-        )
-        if whole:
-            return EvalBatches(self._draw(batch_sampler), None, False, self.share)
-        elements = len(sampler) if plain_order(sampler) is False else self._draw(sampler)
+        # For prediction Lightning has put a sampler class of its own in the place of BatchSampler.
+        if type(batch_sampler) is not BatchSampler and not (stage == "predict" and hasattr(batch_sampler, "sampler")):
+            return EvalBatches(self._draw(batch_sampler, whole=True), None, False, self.share)
+        # A DistributedSampler would pad: what it was made for is what happens here anyway.
+        in_order = plain_order(sampler) is False or type(sampler) is DistributedSampler
+        elements = len(loader.dataset) if in_order else self._draw(sampler)  # pyright: ignore[reportArgumentType]
         drop_last = batch_sampler.drop_last and stage != "predict"  # pyright: ignore[reportAttributeAccessIssue]
         return EvalBatches(elements, batch_sampler.batch_size, drop_last, self.share)  # pyright: ignore
 
-    def _draw(self, sampler: Any) -> Draw:
-        return Draw(sampler, self.seed, self.peers.from_first)
+    def _draw(self, sampler: Any, whole: bool = False) -> Draw:
+        return Draw(sampler, self.seed, self.peers.from_first, whole)
 
-    def _checked(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-        """A loader that the user has shared out is left alone, if its numbers are ours."""
-        theirs, ours = (sampler.num_replicas, sampler.rank), (self.peers.world_size, self.peers.rank)
-        if theirs != ours:
+    def _check(self, sampler: Any) -> None:
+        """Every rank raises where one of them has a sampler for another place."""
+        theirs = self.peers.gather((sampler.num_replicas, sampler.rank))
+        if theirs != [(self.peers.world_size, rank) for rank in range(self.peers.world_size)]:
+            seen = ", ".join(f"num_replicas={replicas}, rank={rank}" for replicas, rank in theirs)
             raise ConfigError(
-                f"the loader's DistributedSampler has num_replicas={theirs[0]}, rank={theirs[1]}; the trainer runs"
-                f" {ours[0]} processes and this is rank {ours[1]}: leave the sampler out, exact_ddp brings its own"
+                f"the loader's {type(sampler).__name__} has, rank by rank: {seen}; the trainer runs"
+                f" {self.peers.world_size} processes: leave the sampler out, exact_ddp brings its own"
             )
-        return loader
 
     def _share_iterable(self, loader: Any) -> Any:
         if self.peers.world_size == 1:
@@ -110,11 +118,22 @@ class Sharder(NamedTuple):
         if callable(shard := getattr(loader, "shard", None)):
             return shard(self.peers.rank, self.peers.world_size)
         raise ConfigError(
-            f"{type(loader).__name__} is no torch DataLoader: each of {self.peers.world_size} processes would read all of"
-            " it; give it a method shard(index, count) that returns the index-th of count disjoint parts"
+            f"{type(loader).__name__} is no torch DataLoader: each of {self.peers.world_size} processes would read all"
+            " of it; give it a method shard(index, count) that returns the index-th of count disjoint parts"
         )
 
 
-def _sampler(loader: DataLoader[Any]) -> Any:
+def _some(samples: int) -> int:
+    if samples == 0:
+        raise ConfigError("the training dataset is empty: there is nothing to train on")
+    return samples
+
+
+def reading_order(loader: DataLoader[Any]) -> Any:
+    """What the loader takes its batches from, or its samples where it does not batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
     """What orders the samples: it sits in the batch sampler, also where that was given ready-made."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)

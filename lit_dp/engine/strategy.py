@@ -112,9 +112,23 @@ class ExactDDPStrategy(DDPStrategy):
         self._seed("transfer")
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def on_train_start(self) -> None:
+        loaders = CombinedLoader(self.trainer.train_dataloader, "sequential").flattened
+        unequal = [b for loader in loaders if isinstance(b := _batches(loader), TrainBatches) and not b.equal]
+        if unequal and len(loaders) > 1:
+            raise ConfigError(
+                f"tail='exact' weighs unequal shares of one loader, and {len(loaders)} loaders feed this training: use"
+                " tail='pad', or drop_last=True"
+            )
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._seed("step")
-        return super().training_step(*args, **kwargs)
+        batches, module = self.train_batches, self.lightning_module
+        if batches is None or batches.equal or batches.counts(self.trainer.fit_loop.batch_idx)[self.global_rank]:
+            return super().training_step(*args, **kwargs)
+        assert module is not None
+        with taken_back(module, self.trainer._results):  # a borrowed sample: it takes part with weight 0
+            return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         share = self._share_of_window()
@@ -135,8 +149,7 @@ class ExactDDPStrategy(DDPStrategy):
         the mean over the samples of all ranks in the window.
         """
         trainer, batches = self.trainer, self.train_batches
-        module = self.lightning_module
-        if batches is None or module is None or not module.automatic_optimization:
+        if batches is None:
             return 1.0
         accumulate, index = trainer.accumulate_grad_batches, trainer.fit_loop.batch_idx
         start = index // accumulate * accumulate
@@ -179,8 +192,8 @@ class ExactDDPStrategy(DDPStrategy):
         batches = [_batches(loader) for loader in self._eval_loaders]
         if self._between_batches and not all(b is not None and b.equal for b in batches):
             raise ConfigError(
-                "all_gather between the batches of an evaluation: ranks have unequal numbers of batches, as no sample is"
-                " evaluated twice; gather in on_validation_epoch_end, or update a torchmetrics object"
+                "all_gather between the batches of an evaluation: ranks have unequal numbers of batches, as no sample"
+                " is evaluated twice; gather in on_validation_epoch_end, or update a torchmetrics object"
             )
         return super().all_gather(tensor, group, sync_grads)
 
@@ -198,15 +211,16 @@ class ExactDDPStrategy(DDPStrategy):
         assert module is not None
         dataloader_idx = args[2] if len(args) > 2 else 0
         batches = _batches(self._eval_loaders[dataloader_idx])
-        if batches is not None and batches.borrowed:
+        if isinstance(batches, EvalBatches) and batches.borrowed:
             with taken_back(module, self.trainer._results):
                 return getattr(module, step)(*args, **kwargs)
         return getattr(module, step)(*args, **kwargs)
 
 
-def _batches(loader: Any) -> EvalBatches | None:
+def _batches(loader: Any) -> TrainBatches | EvalBatches | None:
+    """This rank's batches where a loader has a schedule, otherwise None."""
     batches = getattr(loader, "sampler", None)
-    return batches if isinstance(batches, EvalBatches) else None
+    return batches if isinstance(batches, TrainBatches | EvalBatches) else None
 
 
 StrategyRegistry.register("exact_ddp", ExactDDPStrategy, description="DDP with one schedule and exact evaluation")
