@@ -14,10 +14,6 @@ from lit_dp.engine.guards import MonitoredValues
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
 from lit_dp.engine.sharding import Sharder
-from lit_dp.engine.guards import MonitoredValues
-from lit_dp.engine.peers import Peers
-from lit_dp.engine.plan import Placement, plan_rows, table
-from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
 

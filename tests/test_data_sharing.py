@@ -308,7 +308,7 @@ def test_keys_reach_the_dataset_as_they_are() -> None:
 
 def test_drop_last_drops_what_one_process_would() -> None:
     ranks = run_ranks(2, read, lambda: DataLoader(Numbers(), 4, drop_last=True))
-    assert [[batch for batch in epochs[0]] for epochs in ranks] == [
+    assert [list(epochs[0]) for epochs in ranks] == [
         [[0, 2, 4, 6], [8, 10, 12, 14]],
         [[1, 3, 5, 7], [9, 11, 13, 15]],
     ]
@@ -410,8 +410,8 @@ class ShardedBatches(Batches):
 def test_an_iterable_that_is_no_data_loader() -> None:
     refused(2, Batches, "Batches is no torch DataLoader", "shard(index, count)")
     ranks = run_ranks(2, read, ShardedBatches, None, 1)
-    assert [[[0], [2], [4], [6]]] == ranks[0]
-    assert [[[1], [3], [5], [7]]] == ranks[1]
+    assert ranks[0] == [[[0], [2], [4], [6]]]
+    assert ranks[1] == [[[1], [3], [5], [7]]]
 
 
 # --- a DistributedSampler of the user's own ---

@@ -54,7 +54,7 @@ def test_limits_are_those_of_ddp() -> None:
 def _ddp_limits() -> tuple[int, int]:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(2, 2))
-    return dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap
+    return dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Steps(Callback):

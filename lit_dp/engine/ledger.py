@@ -90,8 +90,8 @@ class Account:
         if self.missing.count or self.repeated.count:
             return f"{self.used:,}{of} samples used"
         order = ", in the dataset's order" if self.ordered else ""
-        each = f"used, each {self.promise}" if of else f", each used {self.promise}"
-        return f"{self.used:,}{of} samples {each}{order}".replace(" ,", ",")
+        each = f" used, each {self.promise}" if of else f", each used {self.promise}"
+        return f"{self.used:,}{of} samples{each}{order}"
 
     def _exceptions(self) -> list[str]:
         return [
