@@ -17,7 +17,7 @@ from lit_dp.engine.ledger import Account, Ledger, Some
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.strategy import ExactDDPStrategy
 from tests.ranks import run_ranks
-from tests.training import leave, quiet_trainer
+from tests.training import quiet_trainer
 
 
 class Numbers(Dataset):
@@ -78,7 +78,6 @@ def train(
     callbacks = [ledger, *options.pop("callbacks", [])]
     options = {"devices": 2, "max_epochs": 1, "strategy": strategy, "num_sanity_val_steps": 0, **options}
     trainer(callbacks=callbacks, **options).fit(Module(), loader, ckpt_path=ckpt_path)
-    leave()
     return ledger.accounts
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lit_dp.engine.predictions import PredictionFile, Record, merge
 from lit_dp.errors import ConfigError, RunError
 from tests.ranks import run_ranks
-from tests.training import leave, quiet_trainer
+from tests.training import quiet_trainer
 
 
 class Numbers(Dataset):
@@ -117,7 +117,6 @@ def shapes(folder: Path, world_size: int) -> None:
             assert file == here / "predictions.csv"
             assert table(file) == right(range(samples))
             assert [path.name for path in here.iterdir()] == ["predictions.csv"]
-            leave()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -153,7 +152,6 @@ def kinds_of_loaders(folder: Path) -> None:
         assert table(file) == right(indices), name
     (file,) = predict(folder / "limit", DataLoader(data, 2), limit_predict_batches=1)
     assert table(file) == right(range(4))
-    leave()
 
 
 @pytest.mark.filterwarnings("ignore:Your `predict_dataloader`.s sampler has shuffling")
@@ -178,7 +176,6 @@ def kinds_of_predictions(folder: Path) -> None:
     assert torch.load(file)["prediction"].equal(thirds[:, None].repeat(1, 3))
     assert predict(folder / "nothing", loader, lambda _: None) == []
     assert list((folder / "nothing").iterdir()) == []
-    leave()
 
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
@@ -269,9 +266,8 @@ def test_a_sample_that_is_there_twice_is_found(tmp_path: Path) -> None:
     assert "predictions of 2 of 4 samples are there too often (samples 1, 3)" in answers[0][1]
 
 
-def three_then_two(folder: Path) -> None:
+def finish(folder: Path) -> None:
     predict(folder, DataLoader(Numbers(7), 2))
-    leave()
 
 
 def crash(folder: Path) -> None:
@@ -286,7 +282,7 @@ def crash(folder: Path) -> None:
 def test_pieces_of_an_earlier_run_do_not_leak_in(tmp_path: Path) -> None:
     run_ranks(3, crash, tmp_path)
     assert len(list((tmp_path / ".predictions-killed").iterdir())) == 3
-    run_ranks(2, three_then_two, tmp_path)
+    run_ranks(2, finish, tmp_path)
     assert table(tmp_path / "predictions.csv") == right(range(7))
 
 

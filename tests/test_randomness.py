@@ -120,21 +120,47 @@ def test_one_switch_turns_it_off() -> None:
 
 def resumed(strategy: Any, folder: Path) -> tuple[Any, Any]:
     """The second epoch's draws, in one go and after a new start."""
-    whole = steps(strategy)
+    whole = steps(strategy())
     for epochs, path in ((1, None), (2, folder / "last.ckpt")):
         seed_everything(SEED, verbose=False)
         module = Dropping()
-        trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, limit_val_batches=0)
-        trainer.fit(module, ones(8), ckpt_path=path, weights_only=False)
+        trainer = quiet_trainer(strategy=strategy(), max_epochs=epochs, limit_val_batches=0)
+        trainer.fit(module, ones(8), ones(3), ckpt_path=path, weights_only=False)
         trainer.save_checkpoint(folder / "last.ckpt")
     return {key: value for key, value in whole.items() if key[0] == 1}, module.steps
 
 
 def test_fault_8_a_resumed_epoch_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
-    for whole, again in run_ranks(2, resumed, exact(), tmp_path):
+    for whole, again in run_ranks(2, resumed, exact, tmp_path):
         assert whole == again
-    for whole, again in run_ranks(2, resumed, "ddp", tmp_path):  # fails when upstream has mended it
+    for whole, again in run_ranks(2, resumed, lambda: "ddp", tmp_path):  # fails when upstream has mended it
         assert whole != again
+
+
+class DrawingInValidation(Dropping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append((self.transferred, draw()))
+
+
+def validated(callbacks: tuple[Callback, ...]) -> list[Any]:
+    seed_everything(SEED, verbose=False)
+    module = DrawingInValidation()
+    trainer = quiet_trainer(strategy=exact(), max_epochs=2, callbacks=list(callbacks), num_sanity_val_steps=0)
+    trainer.fit(module, ones(8), ones(7))
+    return module.validated
+
+
+def test_draws_in_validation_have_a_cause_too() -> None:
+    ranks = run_ranks(2, validated, ())
+    assert ranks == run_ranks(2, validated, (Spendthrift(),))
+    everything = [value for drawn in ranks for value in drawn]
+    assert [len(drawn) for drawn in ranks] == [4, 4]  # 2 epochs of 2 batches
+    for part in zip(*everything, strict=True):
+        assert len(set(part)) == 8
 
 
 # --- in a dataset ---
@@ -180,7 +206,8 @@ class Noting(LightningModule):
         self.seen: dict[tuple[int, int], Draw] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        for index, *drawn in zip(*(column.reshape(-1).tolist() for column in batch), strict=True):
+        columns = [column.tolist() if isinstance(column, Tensor) else [column] for column in batch]
+        for index, *drawn in zip(*columns, strict=True):
             self.seen[self.current_epoch, int(index)] = tuple(drawn)
         return self.layer(torch.ones(1)).sum()
 
@@ -373,6 +400,9 @@ class Images(LightningModule):
         for image, index in zip(images, indices.tolist(), strict=True):
             self.seen[self.current_epoch, index] = sha256({"image": image})
         return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

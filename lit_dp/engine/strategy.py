@@ -109,7 +109,7 @@ class ExactDDPStrategy(DDPStrategy):
     # --- training ---
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        self._seed("transfer")
+        self._seed("transfer", self._batches_begun)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_start(self) -> None:
@@ -122,7 +122,7 @@ class ExactDDPStrategy(DDPStrategy):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed("step")
+        self._seed("step", self._batches_begun - 1)
         batches, module = self.train_batches, self.lightning_module
         if batches is None or batches.equal or batches.counts(self.trainer.fit_loop.batch_idx)[self.global_rank]:
             return super().training_step(*args, **kwargs)
@@ -134,11 +134,17 @@ class ExactDDPStrategy(DDPStrategy):
         share = self._share_of_window()
         return super().backward(closure_loss if share == 1.0 else closure_loss * share, optimizer, *args, **kwargs)
 
-    def _seed(self, purpose: str) -> None:
+    @property
+    def _batches_begun(self) -> int:
+        """Batches of the running epoch, or evaluation, whose step has begun."""
+        loop = self.trainer.fit_loop.epoch_loop if self.trainer.training else self.trainer._active_loop
+        return loop.batch_progress.current.ready if loop is not None else 0  # pyright: ignore
+
+    def _seed(self, purpose: str, index: int) -> None:
         """Draws until the next call are those of this micro-batch on this rank, whatever was drawn before."""
         if self.seeded_draws:
             trainer = self.trainer
-            index = trainer.fit_loop.batch_idx if trainer.training else 0
+            purpose = purpose if trainer.training else f"{trainer.state.stage} {purpose}"
             seed_step(self.sharder.seed, trainer.current_epoch, index, self.global_rank, purpose, self.root_device)
 
     def _share_of_window(self) -> float:
@@ -207,6 +213,7 @@ class ExactDDPStrategy(DDPStrategy):
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module itself: DDP's forward would exchange buffers, and ranks have unequal numbers of batches."""
+        self._seed("step", self._batches_begun - 1)
         module = self.lightning_module
         assert module is not None
         dataloader_idx = args[2] if len(args) > 2 else 0

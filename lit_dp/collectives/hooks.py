@@ -1,0 +1,114 @@
+"""All-reduce algorithms as communication hooks of DistributedDataParallel, overlapped with backward."""
+
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lit_dp.collectives.algorithms import Algorithm, all_reduce
+
+Fold = Callable[[dist.GradBucket], None]
+COMPRESSIONS = ("fp16", "bf16", "powersgd")
+CHOICES = (*Algorithm.__members__, *COMPRESSIONS)
+"""What `all_reduce` may be: an algorithm, or one of torch's compressions of the backend's own algorithm."""
+
+
+class GradientExchange:
+    """A hook that sums every bucket over the ranks by a named algorithm and divides by their number.
+
+    Buckets are exchanged in the order in which backward completes them, the same on all ranks, while backward goes on:
+    on a CPU by a thread of its own with a process group of its own, so that the messages of other collectives do not
+    come between; on CUDA on a stream of its own.
+
+    All ranks build it together.
+
+    Args:
+        algorithm: how ranks exchange.
+        device: where gradients are.
+        fold: called with each bucket, in backward's thread, before it is exchanged; may add to it in place.
+    """
+
+    def __init__(self, algorithm: str, device: torch.device, fold: Fold | None = None) -> None:
+        self.algorithm, self.fold = Algorithm(algorithm), fold
+        self.group = dist.new_group()
+        self.device = device
+        self._worker = ThreadPoolExecutor(1, "all-reduce") if device.type == "cpu" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """What DDP calls for every bucket; the future's tensor is the bucket's buffer, holding the mean."""
+        if self.fold is not None:
+            self.fold(bucket)
+        if self._worker is None:
+            return self._on_stream(bucket.buffer())
+        future: Future[Tensor] = Future()
+        self._worker.submit(contextvars.copy_context().run, self._complete, future, bucket.buffer())
+        return future
+
+    def close(self) -> None:
+        """Wait for what is under way and end the thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _complete(self, future: Future[Tensor], buffer: Tensor) -> None:
+        try:
+            future.set_result(self._mean(buffer))
+        except Exception as error:  # whatever it is, backward must not wait for ever
+            future.set_exception(error)
+
+    def _on_stream(self, buffer: Tensor) -> Future[Tensor]:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        future: Future[Tensor] = Future(devices=[self.device])
+        with torch.cuda.stream(self._stream):  # the future notes the stream that it is completed on
+            future.set_result(self._mean(buffer))
+        return future
+
+    def _mean(self, buffer: Tensor) -> Tensor:
+        return all_reduce(buffer, self.algorithm.value, self.group).div_(self.group.size())
+
+
+def register(
+    model: DistributedDataParallel, name: str, device: torch.device, fold: Fold | None = None
+) -> GradientExchange | PowerSGDState | None:
+    """Make `model` reduce its gradients as `name` says; all ranks call it, once, before the first backward.
+
+    Returns:
+        What has to be closed (an exchange) or saved (PowerSGD's state), or None.
+    """
+    if name == "fp16":
+        model.register_comm_hook(None, fp16_compress_hook)  # pyright: ignore[reportArgumentType]
+    elif name == "bf16":
+        model.register_comm_hook(None, bf16_compress_hook)  # pyright: ignore[reportArgumentType]
+    elif name == "powersgd":
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=10)  # type: ignore
+        model.register_comm_hook(state, powerSGD_hook)
+        return state
+    elif name != Algorithm.native.value or fold is not None:
+        exchange = GradientExchange(name, device, fold)
+        model.register_comm_hook(None, exchange.hook)
+        return exchange
+    return None
+
+
+POWERSGD_ENTRIES = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
+
+
+def powersgd_state(state: PowerSGDState) -> dict[str, Any]:
+    """This rank's state as plain containers of tensors and numbers; the errors differ from rank to rank."""
+    return {name: getattr(state, name) for name in POWERSGD_ENTRIES}
+
+
+def restore_powersgd(state: PowerSGDState, saved: dict[str, Any], device: torch.device) -> None:
+    """Put a saved state back, on `device`."""
+    for name, value in saved.items():
+        on_device = {k: t.to(device) for k, t in value.items()} if isinstance(value, dict) else value
+        setattr(state, name, on_device)

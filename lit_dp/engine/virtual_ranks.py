@@ -1,0 +1,127 @@
+"""V virtual ranks on W processes: gradients and buffers as V processes would have them (law L2).
+
+A process runs k = V / W micro-batches a step, each as one virtual rank. Their gradients are added along the tree that
+V processes use: neighbours first, then neighbouring pairs, and so on. `CarryStack` is the part of the tree inside a
+process; recursive halving-doubling, whose partners are at distance 1, 2, 4, ..., is the part between processes.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lit_dp.errors import ConfigError
+
+Gradients = list[Tensor | None]
+
+
+class CarryStack:
+    """Sums gradients of micro-batches pairwise, like a binary counter: at most log2 k copies for k micro-batches.
+
+    The i-th entry from the top that has height h is the sum of 2^h neighbouring micro-batches. A new one is added to
+    the top as long as both have the same height: that is the carry.
+
+    Args:
+        parameters: whose `.grad` is summed; all that DDP reduces.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._stack: list[tuple[int, Gradients]] = []
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Take the gradients of a micro-batch off the parameters."""
+        gradients: Gradients = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        height = 0
+        while self._stack and self._stack[-1][0] == height:
+            gradients = [_sum(older, newer) for older, newer in zip(self._stack.pop()[1], gradients, strict=True)]
+            height += 1
+        self._stack.append((height, gradients))
+
+    def fold_bucket(self, bucket: dist.GradBucket) -> None:
+        """Add the stack to a bucket that holds the last micro-batch's gradients, in place."""
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.copy_(self._folded(self._index[id(parameter)], gradient))
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the stack to the last micro-batch's gradients on the parameters: for a process that is alone."""
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = self._folded(i, parameter.grad)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all; a step has been taken, or given up."""
+        self._stack.clear()
+
+    def _folded(self, index: int, newest: Tensor | None) -> Tensor | None:
+        for _, gradients in reversed(self._stack):
+            newest = _sum(gradients[index], newest)
+        return newest
+
+
+def _sum(older: Tensor | None, newer: Tensor | None) -> Tensor | None:
+    """Their sum, in the older one's memory. A parameter that a micro-batch does not use has no gradient: DDP sends zeros
+    for it, and so the sum is with zero, which makes a plus of a minus zero."""
+    if older is None or newer is None:
+        only = newer if older is None else older
+        return None if only is None else only + 0.0
+    return older.add_(newer)
+
+
+class Buffers:
+    """A module's buffers (BatchNorm's statistics) as V processes have them: every virtual rank begins a step with rank
+    0's, and what rank 0 makes of them is what remains.
+
+    Args:
+        module: whose buffers they are.
+        world_size: processes.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int) -> None:
+        self.buffers, self.world_size = list(module.buffers()), world_size
+        self._at_start: list[Tensor] = []
+        self._of_first: list[Tensor] = []
+
+    def begin(self, nth: int) -> None:
+        """Before the nth micro-batch of a step on this process; every process calls it together."""
+        if nth == 0:
+            if self.world_size > 1:
+                for buffer in self.buffers:
+                    dist.broadcast(buffer, src=0)
+            self._at_start = [buffer.clone() for buffer in self.buffers]
+        else:
+            self._set(self._at_start)
+
+    def end(self, nth: int, of: int) -> None:
+        """After the nth of k micro-batches has gone backward."""
+        if nth == 0:
+            self._of_first = [buffer.clone() for buffer in self.buffers]
+        if nth == of - 1 and of > 1:
+            self._set(self._of_first)
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self.buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+def micro_batches_per_process(virtual_ranks: int, world_size: int) -> int:
+    """k = V / W.
+
+    Raises:
+        ConfigError: V is no power of two, or W does not divide it.
+    """
+    if virtual_ranks < 1 or virtual_ranks & (virtual_ranks - 1):
+        raise ConfigError(
+            f"virtual_ranks is {virtual_ranks}: set it to a power of two (1, 2, 4, 8, ...), since sums follow a binary tree"
+        )
+    if virtual_ranks % world_size:
+        powers = ", ".join(str(1 << i) for i in range(virtual_ranks.bit_length()))
+        raise ConfigError(f"{virtual_ranks} virtual ranks cannot be placed on {world_size} processes: use {powers}")
+    return virtual_ranks // world_size
