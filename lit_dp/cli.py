@@ -12,8 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from lit_dp.data import ImageDataModule
+from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.plan import PrintPlan
+from lit_dp.engine.predictions import PredictionFile
 from lit_dp.engine.progress import EpochLines
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.trainer import Trainer
@@ -84,6 +87,8 @@ class LitCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
         config.name = config.name or config_name(config.config)
+        if self.subcommand == "predict" and config.return_predictions is None:
+            config.return_predictions = False  # they go to a file; Lightning would keep them all on every rank
         if self.subcommand == "plan":
             self._plan_only(config)
 
@@ -106,9 +111,10 @@ class LitCLI(LightningCLI):
         best = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
         last = [last_checkpoint()] if saves else []
         bars = [RichProgressBar(refresh_rate=4)] if config["enable_progress_bar"] else []
-        return super()._instantiate_trainer(
-            config, [*best, *last, *bars, *([PrintPlan(), EpochLines()] if lines else [])]
-        )
+        own_data = isinstance(self.datamodule, ImageDataModule)  # whose batches tell their indices under any strategy
+        ledger = Ledger(indices_of=(lambda batch: batch.indices) if own_data else None)
+        said = [PrintPlan(), EpochLines()] if lines else []
+        return super()._instantiate_trainer(config, [*best, *last, *bars, *said, ledger, PredictionFile()])
 
     def _loggers(self, configured: Any) -> list[Logger] | bool:
         """The run folder first, then what the config adds; `logger: false` writes nothing."""

@@ -1,5 +1,6 @@
 """L5: a metric depends neither on the number of processes nor on the batch size, whatever remains at the end."""
 
+import os
 import random
 import warnings
 from functools import partial
@@ -145,14 +146,33 @@ def test_metrics_are_one_process_s(stage: str, world_size: int) -> None:
             assert measured[name] == pytest.approx(right[name], rel=1e-6, abs=1e-7), f"{name}, {case}"
 
 
-def means(strategy: Any, batch_size: int) -> dict[str, float]:
-    return evaluated("validate", Measured(), DataLoader(samples_of(5), batch_size), strategy)
+def means(strategy: Any, batch_size: int, stage: str = "validate") -> dict[str, float]:
+    return evaluated(stage, Measured(), DataLoader(samples_of(5), batch_size), strategy)
 
 
-def test_fault_1_upstream_pads() -> None:
+@pytest.mark.parametrize("stage", ["validate", "fit"])
+def test_faults_1_and_22_upstream_pads(stage: str) -> None:
     """PL 7929: values 0..4 on 2 ranks have the mean 2. Fails when upstream has mended `ddp`."""
-    assert run_ranks(2, means, "ddp", 2)[0]["value"] == pytest.approx(1.6667, abs=1e-4)
-    assert run_ranks(2, means, exact(), 2)[0]["value"] == 2.0
+    assert run_ranks(2, means, "ddp", 2, stage)[0]["value"] == pytest.approx(1.6667, abs=1e-4)
+    assert run_ranks(2, means, exact(), 2, stage)[0]["value"] == 2.0
+
+
+class MeanOfF1(LightningModule):
+    """F1 of each batch, averaged: what people log."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = multiclass_f1_score(batch[0], batch[1], CLASSES)
+        self.log("f1", value, sync_dist=True, batch_size=len(batch[1]))
+
+
+def f1_of(module: type[LightningModule]) -> float:
+    return evaluated("validate", module(), DataLoader(samples_of(20), 3), exact())["f1"]
+
+
+def test_fault_3_a_mean_of_batch_values_is_not_the_metric() -> None:
+    """PL 4493: no trainer can mend it; torchmetrics objects are the way, and they read the pooled value."""
+    assert run_ranks(2, f1_of, Measured)[0] == truth(20)["f1"]
+    assert run_ranks(2, f1_of, MeanOfF1)[0] != pytest.approx(truth(20)["f1"], rel=1e-2)
 
 
 class Unpadded(ExactDDPStrategy):
@@ -220,8 +240,8 @@ class Normalised(LightningModule):
 
 def normalised(strategy: Any, count: int) -> float:
     module = Normalised()
-    with torch.no_grad():
-        module.norm.running_mean.fill_(float(int(__import__("os").environ["RANK"])))  # type: ignore
+    assert module.norm.running_mean is not None
+    module.norm.running_mean.fill_(float(os.environ["RANK"]))
     return evaluated("validate", module, DataLoader(samples_of(count), 2), strategy)["mean"]
 
 
@@ -250,21 +270,33 @@ class TrainedNorm(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def statistics_in_fit(strategy: Any) -> tuple[float, float]:
-    """The running mean in the first batch of validation, and that after DDP's next forward would level it."""
+def statistics_in_fit(strategy: Any) -> list[float]:
+    """The running mean in every batch of validation."""
     module = TrainedNorm()
     trainer = quiet_trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
     data = DataLoader(samples_of(8), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, data, data)
-    return module.seen[0], float(module.norm.num_batches_tracked)  # type: ignore
+    return module.seen
 
 
 def test_fault_21_in_fit() -> None:
     first, second = run_ranks(2, statistics_in_fit, exact())
     assert first == second
-    assert first[1] == 2
+    assert len(set(first)) == 1
+
+
+class UnlevelledStrategy(ExactDDPStrategy):
+    """exact_ddp that does not level buffers before it evaluates."""
+
+    def on_validation_start(self) -> None:
+        self._eval_loaders = [self.trainer.val_dataloaders]
+
+
+def test_statistics_differ_where_they_are_not_levelled() -> None:
+    first, second = run_ranks(2, statistics_in_fit, UnlevelledStrategy(timeout=20))
+    assert first != second
 
 
 # --- metrics whose states are lists ---
@@ -338,7 +370,8 @@ def test_several_loaders() -> None:
 class Gathering(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         values = self.all_gather(batch[2])
-        self.log("mean", values.mean(), batch_size=values.numel(), rank_zero_only=True)
+        assert isinstance(values, Tensor)
+        self.log("mean", values.mean(), batch_size=values.numel(), sync_dist=True)
 
 
 def gathered(count: int) -> float | str:
@@ -391,8 +424,10 @@ def acted(folder: Any, strategy: Any, sync: bool, guard: bool) -> dict[str, Any]
         max_epochs=4,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[saved, stop, *([MonitoredValues()] if guard else [])],
+        callbacks=[saved, stop],
     )
+    if not guard:
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, MonitoredValues)]  # type: ignore
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         trainer.fit(module, DataLoader(samples_of(4), 2), DataLoader(samples_of(5), 2))
@@ -447,7 +482,7 @@ def acted_in_training(folder: Any) -> str:
         max_epochs=2,
         enable_checkpointing=True,
         limit_val_batches=0,
-        callbacks=[ModelCheckpoint(folder, monitor="score", filename="best"), MonitoredValues()],
+        callbacks=[ModelCheckpoint(folder, monitor="score", filename="best")],
     )
     try:
         with warnings.catch_warnings():

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from lit_dp.engine.ledger import Account, Ledger, Some
+from lit_dp.engine.account import Account, Some
+from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.strategy import ExactDDPStrategy
 from tests.ranks import run_ranks
@@ -132,26 +133,26 @@ def test_the_line_of_an_epoch() -> None:
     def line(samples: int, **options: Any) -> str:
         return str(on_two_ranks(DataLoader(Numbers(samples), 4, shuffle=True, **options)))
 
-    assert line(64) == "epoch 0: 64 samples, each used once"
-    assert line(61).startswith("epoch 0: 61 samples, each used once; 1 padded (")
-    assert line(61, drop_last=True).startswith("epoch 0: 56 of 61 samples used, each once; 5 dropped (")
+    assert line(64) == "epoch 1: 64 samples, each used once"
+    assert line(61).startswith("epoch 1: 61 samples, each used once; 1 padded (")
+    assert line(61, drop_last=True).startswith("epoch 1: 56 of 61 samples used, each once; 5 dropped (")
     clean = on_two_ranks(DataLoader(Numbers(64), 4, shuffle=True))
-    assert str(replace(clean, epoch=3, samples=60_000, used=60_000)) == "epoch 3: 60,000 samples, each used once"
+    assert str(replace(clean, epoch=3, samples=60_000, used=60_000)) == "epoch 4: 60,000 samples, each used once"
     wrong = replace(clean, missing=Some(8, (2, 3, 5, 7, 11)), repeated=Some(1, (4,)), used=56)
-    assert str(wrong) == "epoch 0: 56 of 64 samples used; 8 MISSING (2, 3, 5, 7, 11, …); 1 REPEATED (4)"
+    assert str(wrong) == "epoch 1: 56 of 64 samples used; 8 MISSING (2, 3, 5, 7, 11, …); 1 REPEATED (4)"
 
 
 def test_every_epoch_has_its_line_on_rank_0(capfd: pytest.CaptureFixture) -> None:
     run_ranks(2, passed, (DataLoader(Numbers(8), 2, shuffle=True),), {"max_epochs": 3})
     printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert printed == [f"epoch {epoch}: 8 samples, each used once" for epoch in range(3)]
+    assert printed == [f"epoch {epoch + 1}: 8 samples, each used once" for epoch in range(3)]
 
 
 def test_an_epoch_that_is_stopped_says_so() -> None:
     loader = DataLoader(Numbers(64), 4, shuffle=True)
     for options in ({"limit_train_batches": 3}, {"max_steps": 3}):
         account = on_two_ranks(loader, **options)
-        assert str(account) == "epoch 0: 24 of 64 samples used, each once (stopped after 3 of 8 batches)"
+        assert str(account) == "epoch 1: 24 of 64 samples used, each once (stopped after 3 of 8 batches)"
         assert account.clean
 
 
@@ -166,7 +167,7 @@ def test_a_custom_sampler_is_held_to_what_it_drew() -> None:
     account = on_two_ranks(loader)
     assert account.clean
     assert account.uses == 64
-    assert str(account) == f"epoch 0: {account.used} of 16 samples used, each as often as drawn"
+    assert str(account) == f"epoch 1: {account.used} of 16 samples used, each as often as drawn"
 
 
 def test_a_sample_drawn_more_often_than_a_byte_holds() -> None:
@@ -176,15 +177,15 @@ def test_a_sample_drawn_more_often_than_a_byte_holds() -> None:
 
 def test_a_custom_batch_sampler() -> None:
     account = on_two_ranks(DataLoader(Numbers(12), batch_sampler=BatchSampler(range(12), 3, False)))
-    assert str(account) == "epoch 0: 12 samples, each used as often as drawn, in the dataset's order"
+    assert str(account) == "epoch 1: 12 samples, each used as often as drawn, in the dataset's order"
 
 
 def test_several_loaders_have_an_account_each() -> None:
     long, short = DataLoader(Numbers(24), 4, shuffle=True), DataLoader(Numbers(6), 2, shuffle=True)
     accounts = run_ranks(2, passed, ([long, short],), {})[1]
     assert lines(accounts) == [
-        "epoch 0, loader 0: 24 samples, each used once",
-        "epoch 0, loader 1: 6 samples, each used as often as 1.5 passes ask for",
+        "epoch 1, loader 0: 24 samples, each used once",
+        "epoch 1, loader 1: 6 samples, each used as often as 1.5 passes ask for",
     ]
     assert all(account.clean for account in accounts)
     accounts = run_ranks(2, passed, (CombinedLoader([long, short], "min_size"),), {})[0]
@@ -193,7 +194,7 @@ def test_several_loaders_have_an_account_each() -> None:
 
 def test_nothing_is_known_of_a_stream_without_indices() -> None:
     account = on_two_ranks(DataLoader(Shards(16), 4))
-    assert str(account) == "epoch 0: nothing is known of the samples used: the 4 batches came without indices"
+    assert str(account) == "epoch 1: nothing is known of the samples used: the 4 batches came without indices"
     assert not account.clean
 
 
@@ -209,7 +210,7 @@ def test_a_rank_that_reads_anothers_share(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(TrainBatches, "__iter__", wrong)
     account = on_two_ranks(DataLoader(Numbers(8), 2))
-    assert str(account) == "epoch 0: 4 of 8 samples used; 4 MISSING (1, 3, 5, 7); 4 REPEATED (0, 2, 4, 6)"
+    assert str(account) == "epoch 1: 4 of 8 samples used; 4 MISSING (1, 3, 5, 7); 4 REPEATED (0, 2, 4, 6)"
 
 
 def stopped(folder: Path, strategy: str, world_size: int) -> list[str]:
@@ -228,12 +229,12 @@ def resumed(folder: Path, strategy: str, world_size: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_faults_5_and_7_a_resumed_epoch_starts_anew(world_size: int, tmp_path: Path) -> None:
     before = run_ranks(2, stopped, tmp_path, "ddp", 2)[0]
-    assert before == ["epoch 0: 8 of 16 samples used, each once (stopped after 2 of 4 batches)"]
+    assert before == ["epoch 1: 8 of 16 samples used, each once (stopped after 2 of 4 batches)"]
     (account,) = run_ranks(world_size, resumed, tmp_path, "ddp", world_size)[0]
     assert "MISSING (" in account
     assert "REPEATED (" in account
     if world_size == 2:
-        assert account.startswith("epoch 0: 8 of 16 samples used; 8 MISSING (")
+        assert account.startswith("epoch 1: 8 of 16 samples used; 8 MISSING (")
 
 
 def boundary(folder: Path) -> list[str]:
@@ -245,7 +246,7 @@ def boundary(folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
 def test_an_epoch_after_a_resume_is_counted_from_nothing(tmp_path: Path) -> None:
-    assert run_ranks(2, boundary, tmp_path)[0] == [f"epoch {i}: 16 samples, each used once" for i in (0, 1)]
+    assert run_ranks(2, boundary, tmp_path)[0] == [f"epoch {i}: 16 samples, each used once" for i in (1, 2)]
 
 
 def alone(strategy: Any) -> list[str]:
@@ -259,25 +260,25 @@ def alone(strategy: Any) -> list[str]:
 def test_fault_11_two_whole_trainings() -> None:
     for (line,) in run_ranks(2, alone, "auto"):
         assert line == (
-            "epoch 0: 8 samples, each used once;"
+            "epoch 1: 8 samples, each used once;"
             " torchrun started 2 processes, the trainer counts 1: each trains by itself"
         )
 
 
 def test_fault_12_a_stream_that_every_rank_reads_whole() -> None:
     account = on_two_ranks(DataLoader(Stream(8), 2), "ddp", index_of)
-    assert str(account) == "epoch 0: 8 samples used; 8 REPEATED (0, 1, 2, 3, 4, …)"
+    assert str(account) == "epoch 1: 8 samples used; 8 REPEATED (0, 1, 2, 3, 4, …)"
     sharded = on_two_ranks(DataLoader(Shards(8), 2), "exact_ddp", index_of)
     assert sharded.clean
-    assert str(sharded).startswith("epoch 0: 8 samples, each used once")
+    assert str(sharded).startswith("epoch 1: 8 samples, each used once")
 
 
 def test_fault_13_an_order_that_was_asked_for() -> None:
     loader = DataLoader(Numbers(16), 2, shuffle=False)
     shuffled = on_two_ranks(loader, "ddp", index_of)
-    assert str(shuffled) == "epoch 0: 16 samples, each used once"
+    assert str(shuffled) == "epoch 1: 16 samples, each used once"
     assert not shuffled.ordered
-    assert str(on_two_ranks(loader)) == "epoch 0: 16 samples, each used once, in the dataset's order"
+    assert str(on_two_ranks(loader)) == "epoch 1: 16 samples, each used once, in the dataset's order"
     assert on_two_ranks(DataLoader(Numbers(15), 2)).ordered  # the padded sample comes last, and is no disorder
 
 
@@ -286,4 +287,4 @@ def test_padding_by_lightnings_ddp_is_told_from_faults() -> None:
     assert account.clean
     assert account.padded.count == 1
     stopped = on_two_ranks(DataLoader(Numbers(9), 2, shuffle=True), "ddp", index_of, limit_train_batches=2)
-    assert str(stopped) == "epoch 0: 8 of 9 samples used, each once (stopped after 2 of 3 batches)"
+    assert str(stopped) == "epoch 1: 8 of 9 samples used, each once (stopped after 2 of 3 batches)"

@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
-from lit_dp.engine.predictions import PredictionFile, Record, merge
+from lit_dp.engine.pieces import Record, merge
+from lit_dp.engine.predictions import PredictionFile
 from lit_dp.errors import ConfigError, RunError
 from tests.ranks import run_ranks
 from tests.training import quiet_trainer

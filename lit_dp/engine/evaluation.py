@@ -39,11 +39,14 @@ def taken_back(module: nn.Module, logged: Any) -> Iterator[None]:
 def _restore(metric: Metric, state: dict[str, Any]) -> None:
     metric._computed = None
     for name, value in state.items():
+        now = getattr(metric, name)
         if isinstance(value, list):
-            added = [item for item in getattr(metric, name)[len(value) :] if isinstance(item, Tensor)]
+            added = [item for item in now[len(value) :] if isinstance(item, Tensor)]
             # Not an empty list: from it other ranks could not tell the dtype and dimensions that they gather.
             value = value + [_no_rows(item) for item in added[:1]]
-        setattr(metric, name, value.to(metric.device) if isinstance(value, Tensor) else value)
+        elif isinstance(value, Tensor):
+            value = value.to(now)  # a step may widen float32 to float64: then all ranks reduce float64
+        setattr(metric, name, value)
 
 
 def _no_rows(item: Tensor) -> Tensor:

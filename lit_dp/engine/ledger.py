@@ -3,105 +3,24 @@
 Counted is what the loaders delivered to completed steps, on every rank; the counts meet once, when the epoch ends.
 """
 
-import copy
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from lit_dp.engine import launch
+from lit_dp.engine.account import EXAMPLES, Account, Some
 from lit_dp.engine.loaders import take_delivered
-from lit_dp.engine.samplers import AsGiven, TrainBatches, plain_order
-from lit_dp.engine.sharding import sampler_of
+from lit_dp.engine.promise import Promise, length, sample_indices, training_sampler
+from lit_dp.engine.samplers import TrainBatches
 
 STATE = "lit_dp.ledger"
-EXAMPLES = 5
-UNKNOWN = "as its sampler drew it"
 _NONE = torch.zeros(0, dtype=torch.uint8)
-
-
-class Some(NamedTuple):
-    """How many samples, and the indices of the first few of them."""
-
-    count: int
-    examples: tuple[int, ...]
-
-    def said(self, what: str) -> list[str]:
-        more = ", …" if self.count > len(self.examples) else ""
-        return [f"{self.count:,} {what} ({', '.join(map(str, self.examples))}{more})"] if self.count else []
-
-
-@dataclass(frozen=True)
-class Account:
-    """What became of one loader's samples in one epoch, over all ranks. Its `str` is the line that is printed.
-
-    Attributes:
-        epoch: from 0.
-        loader: which of several training loaders; None for an only one.
-        samples: in the dataset; None for a stream.
-        used: different samples that were used, in `uses` uses.
-        promise: how often each was to be used, in words.
-        padded: used once more to fill the last step, dropped: left out for not filling it; as the schedule promises.
-        missing: used less often than the batches taken promised, repeated: more often. Faults.
-        batches: a rank took, before a resume too; of `whole` in the epoch, where that is known.
-        blind: batches, over all ranks, whose indices are not known. Then none are known to be missing.
-        ordered: every rank read in the dataset's order.
-        apart: says that the launcher started processes that the trainer does not know, and that do not exchange.
-    """
-
-    epoch: int
-    loader: int | None
-    samples: int | None
-    used: int
-    uses: int
-    promise: str
-    padded: Some
-    dropped: Some
-    missing: Some
-    repeated: Some
-    batches: int
-    whole: int | None
-    blind: int
-    ordered: bool
-    apart: str
-
-    @property
-    def clean(self) -> bool:
-        """Whether every sample is known to have been used as often as promised."""
-        return not (self.missing.count or self.repeated.count or self.blind or self.apart or self.promise == UNKNOWN)
-
-    def __str__(self) -> str:
-        loader = f", loader {self.loader}" if self.loader is not None else ""
-        stopped = self.whole is not None and self.batches < self.whole
-        after = f" (stopped after {self.batches:,} of {self.whole:,} batches)" if stopped else ""
-        return f"epoch {self.epoch}{loader}: {'; '.join([self._amount(), *self._exceptions()])}{after}"
-
-    def _amount(self) -> str:
-        if self.blind and not self.uses:
-            return f"nothing is known of the samples used: the {self.blind:,} batches came without indices"
-        of = f" of {self.samples:,}" if self.samples not in (None, self.used) else ""
-        if self.missing.count or self.repeated.count:
-            return f"{self.used:,}{of} samples used"
-        order = ", in the dataset's order" if self.ordered else ""
-        each = f" used, each {self.promise}" if of else f", each used {self.promise}"
-        return f"{self.used:,}{of} samples{each}{order}"
-
-    def _exceptions(self) -> list[str]:
-        return [
-            *self.padded.said("padded"),
-            *self.dropped.said("dropped"),
-            *self.missing.said("MISSING"),
-            *self.repeated.said("REPEATED"),
-            *([f"{self.blind:,} batches came without indices"] if self.blind and self.uses else []),
-            *([self.apart] if self.apart else []),
-        ]
 
 
 @dataclass
@@ -193,7 +112,7 @@ class Ledger(Callback):
 
     def _begin(self, trainer: Trainer, batch_idx: int) -> None:
         self._loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
-        self._tallies = [Tally(_length(getattr(loader, "dataset", None))) for loader in self._loaders]
+        self._tallies = [Tally(length(getattr(loader, "dataset", None))) for loader in self._loaders]
         known = self._restored.get("tallies", []) if self._restored.get("epoch") == trainer.current_epoch else []
         if len(known) == len(self._tallies):  # rank 0 takes over what all ranks had counted
             mine = {} if trainer.is_global_zero else {"counts": _NONE, "blind": 0, "descents": 0}
@@ -203,7 +122,7 @@ class Ledger(Callback):
         self._restored = {}
 
     def _take(self, loader: Any, tally: Tally, batch: Any) -> None:
-        sampler, tells = _sampler(loader), hasattr(loader, "delivered")
+        sampler, tells = training_sampler(loader), hasattr(loader, "delivered")
         elements = take_delivered(loader)
         if tells and elements is None:  # a CombinedLoader may take no batch of a loader in a step
             return
@@ -256,98 +175,6 @@ def _account(trainer: Trainer, loader: Any, tally: Tally, number: int | None) ->
         ordered=passes <= 1 and tally.descents <= padded.count,
         apart=_apart(trainer.world_size),
     )
-
-
-class Promise:
-    """What a loader's sampler says that all ranks together read. Counts are int32 (N,).
-
-    Attributes:
-        whole: batches of one rank in an epoch, None for a stream without a length.
-    """
-
-    def __init__(self, loader: Any, samples: int) -> None:
-        self.loader, self.samples, self.sampler = loader, samples, _sampler(loader)
-        schedule = self.sampler if isinstance(self.sampler, TrainBatches) else None
-        self.stride = len(schedule.share.virtual_ranks) if schedule else 1
-        self.whole = schedule.schedule.steps_per_epoch * self.stride if schedule else _length(loader)
-
-    def draw(self, used: Tensor) -> tuple[Tensor, str]:
-        """How often an epoch draws each sample, and the same in words."""
-        if (draw := getattr(self.sampler, "draw", None)) is not None:
-            drawn = sample_indices(draw.last)
-            return (used, UNKNOWN) if drawn is None else (self._counts(drawn), "as often as drawn")
-        once = isinstance(self.sampler, TrainBatches) or self._plain
-        return (torch.ones_like(used), "once") if once else (used, UNKNOWN)
-
-    def due(self, batches: int) -> Tensor | None:
-        """How often each sample is to be used in so many batches a rank; None where no rule is known."""
-        passes, rest = divmod(batches, self.whole) if self.whole else (0, batches)
-        parts = [self._read(taken) for taken in [self.whole or 0] * min(passes, 1) + [rest] * (rest > 0)]
-        if any(part is None for part in parts):
-            return None
-        counts = [self._counts(part) for part in parts if part is not None]
-        return sum(counts[1:], counts[0] * max(passes, 1)) if counts else None
-
-    def _counts(self, indices: Tensor) -> Tensor:
-        return indices.bincount(minlength=self.samples).int()
-
-    @property
-    def _plain(self) -> bool:
-        """Whether an epoch is to read each sample of the dataset once."""
-        dataset = self.loader.dataset if hasattr(self.loader, "dataset") else None
-        own = (dataset, getattr(dataset, "inner", None))
-        shared = isinstance(self.sampler, DistributedSampler) and any(self.sampler.dataset is d for d in own)
-        return shared or isinstance(dataset, IterableDataset) or plain_order(self.sampler) is not None
-
-    def _read(self, batches: int) -> Tensor | None:
-        """Indices of the first batches of all ranks, in any order; None where no rule is known."""
-        loader, sampler = self.loader, self.sampler
-        if isinstance(sampler, TrainBatches):
-            return self._scheduled(sampler, batches)
-        size = getattr(loader, "batch_size", None)
-        if size is None or not self._plain:
-            return None
-        if isinstance(sampler, DistributedSampler):
-            replicas = [copy.copy(sampler) for _ in range(sampler.num_replicas)]
-            for rank, replica in enumerate(replicas):
-                replica.rank = rank
-            return torch.cat([torch.tensor(list(replica)[: batches * size]) for replica in replicas])
-        if isinstance(sampler, SequentialSampler) or (batches == self.whole and not loader.drop_last):
-            return torch.arange(self.samples)[: batches * size]
-        return None
-
-    def _scheduled(self, batches: TrainBatches, taken: int) -> Tensor | None:
-        schedule, stride = batches.schedule, self.stride
-        steps, rest = divmod(taken, stride)
-        order = schedule.order(batches.epoch)
-        last = [schedule.split(order, steps, v) for v in range(schedule.virtual_ranks) if v % stride < rest]
-        positions = torch.cat((order[: steps * schedule.global_batch], *last))
-        if batches.draw is None:
-            return positions
-        drawn = getattr(batches.draw, "last", [])
-        return sample_indices([drawn[i] for i in positions.tolist()])
-
-
-def sample_indices(elements: list[Any]) -> Tensor | None:
-    """Indices int64 (n,) of a batch's or a draw's elements: integers, or lists of them; None if they are others."""
-    flat = [i for element in elements for i in (element if isinstance(element, (list, tuple)) else (element,))]
-    try:
-        indices = torch.tensor([operator.index(i) for i in flat], dtype=torch.int64)
-    except TypeError:
-        return None
-    return indices if len(indices) and int(indices.min()) >= 0 else None
-
-
-def _sampler(loader: Any) -> Any:
-    sampler = sampler_of(loader) if hasattr(loader, "sampler") else None
-    return getattr(sampler.inner, "sampler", sampler.inner) if isinstance(sampler, AsGiven) else sampler
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _some(uses: Tensor, applies: bool = True) -> Some:

@@ -66,8 +66,8 @@ class CarryStack:
 
 
 def _sum(older: Tensor | None, newer: Tensor | None) -> Tensor | None:
-    """Their sum, in the older one's memory. A parameter that a micro-batch does not use has no gradient: DDP sends zeros
-    for it, and so the sum is with zero, which makes a plus of a minus zero."""
+    """Their sum, in the older one's memory. Where a micro-batch does not use a parameter it has no gradient: DDP sends
+    zeros for it, and so the sum is with zero, which makes a plus of a minus zero."""
     if older is None or newer is None:
         only = newer if older is None else older
         return None if only is None else only + 0.0
@@ -119,7 +119,7 @@ def micro_batches_per_process(virtual_ranks: int, world_size: int) -> int:
     """
     if virtual_ranks < 1 or virtual_ranks & (virtual_ranks - 1):
         raise ConfigError(
-            f"virtual_ranks is {virtual_ranks}: set it to a power of two (1, 2, 4, 8, ...), since sums follow a binary tree"
+            f"virtual_ranks is {virtual_ranks}: set it to a power of two (1, 2, 4, 8, ...), as sums follow a binary tree"
         )
     if virtual_ranks % world_size:
         powers = ", ".join(str(1 << i) for i in range(virtual_ranks.bit_length()))
