@@ -64,6 +64,8 @@ class LitClassifier(LightningModule):
         Raises:
             ConfigError: the numbers of classes differ.
         """
+        for loss in self.losses.values():
+            loss.set_dtype(_sums(self.device))  # pyright: ignore[reportCallIssue]
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         in_data = getattr(data, "num_classes", None)
         if in_data is not None and in_data != self.num_classes:
@@ -87,7 +89,7 @@ class LitClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, labels, *_ = batch
         loss = cross_entropy(self(inputs), labels, label_smoothing=self.label_smoothing)
-        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
+        self.log("train/loss", loss.to(_sums(loss.device)), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -127,6 +129,12 @@ class LitClassifier(LightningModule):
         self.log(f"{stage}/loss", loss, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
         self.log_dict(metrics, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
         return logits
+
+
+def _sums(device: torch.device) -> torch.dtype:
+    """Sums in float64 do not depend on the order of their terms, and so not on the number of processes: float32 losses
+    leave 29 bits for the carry. Apple's GPUs do not have it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _metrics(num_classes: int, prefix: str) -> MetricCollection:

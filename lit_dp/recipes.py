@@ -1,7 +1,8 @@
 """Recipes: how a learning rate changes while training."""
 
-import math
+from math import cos, pi
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -13,13 +14,11 @@ class WarmupCosine(LRScheduler):
 
     After t calls of `step()` the learning rate of every parameter group is its initial one times
 
-        start + (1 - start) * t / warmup                             for t < warmup
-        (1 + cos(pi * (t - warmup) / (total - warmup))) / 2          for warmup <= t < total
-        0                                                            for total <= t
+        start + (1 - start) * t / warmup                       for t < warmup
+        (1 + cos(pi * (t - warmup) / (total - warmup))) / 2    for t >= warmup, and 0 from t = total on
 
-    Each value follows from t alone, not from the one before it, so a resumed run has the bits of one that was not
-    stopped; `state_dict` holds numbers only. What a call counts, an epoch or an optimizer step, is the caller's choice,
-    and `total` and `warmup` are given in it.
+    Each value follows from t alone, so a resumed run has the bits of one that was not stopped; `state_dict` holds plain
+    numbers. What a call counts, epochs or optimizer steps, is the caller's choice: `total` and `warmup` count the same.
 
     Raises:
         ConfigError: not 0 <= warmup < total, or not 0 <= start <= 1.
@@ -33,13 +32,9 @@ class WarmupCosine(LRScheduler):
         self.total, self.warmup, self.start = total, warmup, start
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_epoch` calls of `step()`."""
-        return [base * self._factor(self.last_epoch) for base in self.base_lrs]  # pyright: ignore[reportReturnType]
-
-    def _factor(self, calls: int) -> float:
-        if calls < self.warmup:
-            return self.start + (1 - self.start) * calls / self.warmup
-        if calls >= self.total:
-            return 0.0
-        return (1 + math.cos(math.pi * (calls - self.warmup) / (self.total - self.warmup))) / 2
+    def get_lr(self) -> list[float | Tensor]:
+        if self.last_epoch < self.warmup:
+            factor = self.start + (1 - self.start) * self.last_epoch / self.warmup
+        else:
+            factor = (1 + cos(pi * min(1.0, (self.last_epoch - self.warmup) / (self.total - self.warmup)))) / 2
+        return [base * factor for base in self.base_lrs]

@@ -1,12 +1,17 @@
 """L3: every sample of an epoch is used exactly once, whatever the loader is made of, and ranks stop together."""
 
+import copy
+import os
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,17 +21,23 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
+    SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
+from lit_dp.engine.agreement import fingerprint
+from lit_dp.engine.loaders import TaggedDataset
 from lit_dp.engine.strategy import ExactDDPStrategy
+from lit_dp.engine.streams import ShardedStream
 from lit_dp.errors import ConfigError
 from tests.ranks import RankFailed, run_ranks
 from tests.training import quiet_trainer
@@ -98,8 +109,6 @@ def read(build: Callable[[], Any], strategy: Any = None, epochs: int = EPOCHS, *
 
 
 def read_all(kinds: dict[str, Callable[[], Any]], strategy: Any = None) -> dict[str, Epochs]:
-    import os
-
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     return {name: read(build, strategy and strategy()) for name, build in kinds.items()}
 
@@ -129,8 +138,6 @@ class Unsized(Sampler[int]):
     """No length; torch's, numpy's and random's generators."""
 
     def __iter__(self) -> Iterator[int]:
-        import numpy as np
-
         order = torch.randperm(SAMPLES).tolist()
         random.shuffle(order)
         np.random.shuffle(order)  # noqa: NPY002
@@ -200,6 +207,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
     "shuffled, own generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator()),
     "ordered": lambda: DataLoader(Numbers(), 4),
+    "ordered, of a part": lambda: DataLoader(Numbers(), 4, sampler=SequentialSampler(range(10))),
     "custom sampler": lambda: DataLoader(Numbers(), 4, sampler=Reversed()),
     "sampler without a length": lambda: DataLoader(Numbers(), 4, sampler=Unsized()),
     "list as sampler": lambda: DataLoader(Numbers(), 4, sampler=list(range(0, SAMPLES, 2))),
@@ -246,7 +254,14 @@ def test_ranks_stripe_what_one_process_reads(
 @pytest.mark.parametrize("kind", KINDS)
 def test_epochs_differ_where_the_order_is_random(kind: str, by_one: dict[str, Epochs]) -> None:
     epochs = [unstriped([batches]) for batches in by_one[kind]]
-    plain_kinds = ("ordered", "custom sampler", "list as sampler", "ready-made batch sampler", "shorter than the world")
+    plain_kinds = (
+        "ordered",
+        "ordered, of a part",
+        "custom sampler",
+        "list as sampler",
+        "ready-made batch sampler",
+        "shorter than the world",
+    )
     assert (epochs[0] == epochs[1]) == (kind in plain_kinds)
     if kind == "ordered":
         assert epochs[0] == list(range(SAMPLES))
@@ -631,7 +646,7 @@ def test_ranks_stop_together() -> None:
 
 def test_fault_26_upstream_waits_for_the_rank_that_ran_out() -> None:
     """Fails when upstream has mended `ddp`. The timeout is short; by default it is half an hour."""
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match="Timed out|Connection (closed|reset)"):
         run_ranks(2, read, stream(Uneven, 0), DDPStrategy(timeout=timedelta(seconds=2)), 1)
 
 
@@ -657,3 +672,161 @@ def test_evaluation_of_unequal_streams() -> None:
 def test_evaluation_of_an_empty_stream_names_the_rank() -> None:
     for message in run_ranks(3, validate_stream, WithShard, 2):
         assert "the shard of rank 2 is empty" in str(message)
+
+
+# --- do ranks see the same dataset? ---
+
+
+class Held(Numbers):
+    """Holds what people hold."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__(4)
+        self.__dict__.update(held)
+
+    @property
+    def data(self) -> Any:
+        raise RuntimeError("loads everything")
+
+
+class Thing:
+    """Its repr is an address."""
+
+
+def hold(kind: str, folder: Path) -> Dataset[Any]:
+    """Equal on all ranks, though made by each of them."""
+    rank = int(os.environ["RANK"])
+    ballast = [Thing() for _ in range(rank)]  # moves what is allocated later
+    held = {
+        "objects": [Thing() for _ in range(4)],
+        "sets": [{f"{i}" for i in (range(9) if rank else reversed(range(9)))}],
+        "texts": np.array(["a", "b"]),
+        "things": np.array([Thing(), None], dtype=object),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "mapped": np.memmap(folder / f"{kind}{rank}", np.uint8, "w+", shape=(4,)) if kind == "mapped" else None,
+        "swapped": np.arange(3, dtype=">i4"),
+        "scalar": np.array(3.0),
+        "complex": np.array([1j]),
+        "sparse": torch.eye(2).to_sparse(),
+    }[kind]
+    del ballast
+    return Held(samples=held if kind != "mapped" else [held])
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    kinds = ("objects", "sets", "texts", "things", "half", "swapped", "scalar", "complex", "sparse")
+    return {kind: fingerprint(hold(kind, folder)) for kind in kinds}
+
+
+def test_equal_datasets_have_equal_fingerprints(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fingerprints, tmp_path)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Held(samples=[("a.png", 0), ("b.png", 1)]), Held(samples=[("b.png", 1), ("a.png", 0)])),
+        (Held(labels=torch.tensor([0, 1])), Held(labels=torch.tensor([1, 0]))),
+        (Held(labels=np.array([0, 1])), Held(labels=np.array([1, 0]))),
+        (Held(paths=np.array(["a", "b"])), Held(paths=np.array(["b", "a"]))),
+        (Subset(Numbers(), [0, 1]), Subset(Numbers(), [0, 2])),
+        (Subset(Numbers(), torch.tensor([0, 1])), Subset(Numbers(), torch.tensor([0, 2]))),  # type: ignore
+        (ConcatDataset([Held(files=["a"])]), ConcatDataset([Held(files=["b"])])),
+        (Held(samples=[{"file": "a"}]), Held(samples=[{"file": "b"}])),
+        (Held(samples=[["ab"]]), Held(samples=[["a", "b"]])),
+        (Numbers(4), Numbers(5)),
+    ],
+)
+def test_other_datasets_have_other_fingerprints(one: Dataset[Any], other: Dataset[Any]) -> None:
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one) == fingerprint(pickle.loads(pickle.dumps(one)))
+
+
+# --- copies of loaders ---
+
+
+def test_wrapped_datasets_can_be_sent_to_spawned_workers() -> None:
+    for wrapped in (TaggedDataset(NumbersByBatch(), 3), ShardedStream(WithShard(), 1, 2)):
+        again = pickle.loads(pickle.dumps(wrapped))
+        assert type(again) is type(wrapped)
+        assert again.inner.length == wrapped.inner.length
+        assert copy.deepcopy(wrapped).length == wrapped.inner.length
+
+
+def test_what_is_set_in_a_wrapped_dataset_reaches_the_users() -> None:
+    for dataset, wrap in (
+        (Numbers(), partial(TaggedDataset, seed=3)),
+        (Stream(), partial(ShardedStream, rank=0, world_size=2)),
+    ):
+        wrapped: Any = wrap(dataset)
+        wrapped.length = 7
+        assert dataset.length == 7
+        assert not hasattr(wrapped, "no such thing")
+
+
+class Reloading(Reader):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(8), 2, shuffle=True, num_workers=2, persistent_workers=True)
+
+
+def resumed(folder: Path, strategy: Callable[[], Any]) -> tuple[Epochs, Epochs]:
+    """The epochs in one go, and the second after a new start."""
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    whole, again = Reloading(), Reloading()
+    for module, epochs, path in ((whole, 2, None), (Reloading(), 1, None), (again, 2, folder / "last.ckpt")):
+        trainer = quiet_trainer(strategy=strategy(), max_epochs=epochs, limit_val_batches=0)
+        trainer.fit(module, ckpt_path=path, weights_only=False)
+        trainer.save_checkpoint(folder / "last.ckpt")
+    return whole.epochs[1:], again.epochs
+
+
+def test_fault_6_the_first_epoch_after_a_resume(tmp_path: Path) -> None:
+    """PL 21938, seen with workers only. Fails when upstream has mended `ddp`."""
+    for whole, again in run_ranks(2, resumed, tmp_path, exact):
+        assert whole == again
+    for whole, again in run_ranks(2, resumed, tmp_path, lambda: "ddp"):
+        assert whole != again
+
+
+def reloaded() -> Epochs:
+    module = Reloading()
+    quiet_trainer(strategy=exact(), max_epochs=3, limit_val_batches=0, reload_dataloaders_every_n_epochs=1).fit(module)
+    return module.epochs
+
+
+def test_loaders_that_are_made_anew_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    ranks = run_ranks(2, reloaded)
+    for epoch in range(3):
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(epoch)).tolist()
+        assert unstriped([rank[epoch] for rank in ranks]) == order
+
+
+class AsksForSteps(Reader):
+    """Lightning asks for the loader then, before anything else is set up."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.steps = early, 0
+
+    def setup(self, stage: str) -> None:
+        if self.early:
+            self.steps = int(self.trainer.estimated_stepping_batches)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if not self.early:
+            self.steps = int(self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+
+def asked_for_steps(early: bool) -> tuple[int, int]:
+    module = AsksForSteps(early)
+    trainer = quiet_trainer(strategy=exact(), max_epochs=3, limit_val_batches=0, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(Numbers(), 4))
+    return module.steps, trainer.global_step
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_number_of_steps_is_known_beforehand(early: bool) -> None:
+    assert run_ranks(2, asked_for_steps, early) == [(6, 6)] * 2

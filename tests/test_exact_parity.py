@@ -1,7 +1,7 @@
-"""L1 and L7 for `exact_ddp`: the raw loop's bits at every step, and a gradient that is the mean over the global batch."""
+"""L1 and L7 for `exact_ddp`: the raw loop's bits at every step, and a gradient that is the global batch's mean."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -103,7 +103,9 @@ def inputs(samples: int) -> Tensor:
     return torch.randn(samples, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def exact_tail(samples: int, batch_size: int, accumulate: int, tail: str) -> tuple[list[list[float]], float]:
+def exact_tail(
+    samples: int, batch_size: int, accumulate: int, tail: Literal["pad", "exact"]
+) -> tuple[list[list[float]], float]:
     seed_everything(SEED, verbose=False)
     module = Regression()
     trainer = quiet_trainer(

@@ -31,11 +31,12 @@ def test_cnn_takes_images_that_are_not_square() -> None:
     assert SmallCNN(num_classes=3, width=4)(torch.randn(2, 1, 8, 31)).shape == (2, 3)
 
 
-def test_cnn_trains_on_a_single_small_image() -> None:
-    """BatchNorm refuses one value a channel, and the last batch of a rank may hold one sample."""
+@pytest.mark.parametrize(("images", "side"), [(1, 16), (2, 8)])
+def test_cnn_trains_on_the_smallest_batch_that_batchnorm_takes(images: int, side: int) -> None:
+    """The last batch of a rank may be this short."""
     torch.manual_seed(0)
     network = SmallCNN(num_classes=3, width=4)
-    assert network(torch.randn(1, 1, 8, 8)).shape == (1, 3)
+    assert network(torch.randn(images, 1, side, side)).shape == (images, 3)
 
 
 def test_cnn_in_evaluation_sees_each_image_by_itself() -> None:
@@ -49,14 +50,20 @@ def test_cnn_in_evaluation_sees_each_image_by_itself() -> None:
     torch.testing.assert_close(together, alone)
 
 
-def test_cnn_is_the_same_function_in_channels_last() -> None:
+def test_cnn_computes_in_channels_last_what_it_would_in_the_usual_layout() -> None:
     torch.manual_seed(0)
-    network = SmallCNN(num_classes=5, in_channels=3, width=4)
+    network = SmallCNN(num_classes=5, in_channels=3, width=4).eval()
+    weights = [parameter for parameter in network.parameters() if parameter.ndim == 4]
+    assert len(weights) == 6
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
     images = torch.randn(6, 3, 16, 16)
-    network.eval()
-    expected = network(images)
-    network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    torch.testing.assert_close(network(images.contiguous(memory_format=torch.channels_last)), expected)
+    logits = network(images)
+    network.to(memory_format=torch.contiguous_format)
+    torch.testing.assert_close(network(images), logits)
+
+
+def test_cnn_is_as_large_as_its_docstring_says() -> None:
+    assert sum(parameter.numel() for parameter in SmallCNN(num_classes=10).parameters()) == 236_922
 
 
 def test_dropout_acts_in_training_only() -> None:

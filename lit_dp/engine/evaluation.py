@@ -1,100 +1,147 @@
-"""Exact evaluation where ranks hold unequal numbers of samples: none are taken back, and lists are made to match."""
+"""Exact evaluation (law L5): no sample twice, so unequal numbers of batches, so no exchange until all are done."""
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
+
+from lit_dp.engine.metric_states import level_lists, taken_back, unlevel_lists
+from lit_dp.engine.peers import Peers
+from lit_dp.engine.samplers import EvalBatches, TrainBatches
+from lit_dp.errors import ConfigError
 
 
-@contextmanager
-def taken_back(module: nn.Module, logged: Any) -> Iterator[None]:
-    """Run a step on a borrowed sample without leaving a trace in metrics.
+class ExactEvaluation(DDPStrategy):
+    """Lightning's DDP, whose metrics of validation and test are those of one process.
 
-    A rank without samples must still log the same keys and join the same reductions as the others. Metrics objects in
-    `module` get back the states they had; so do logged means and sums. What the step keeps elsewhere (a list of outputs
-    in the module) is not seen here.
-
-    Args:
-        module: the LightningModule whose step runs.
-        logged: Lightning's results of the running loop, by key.
+    Ranks have unequal numbers of batches. So the module is called past DDP's forward, which would exchange buffers;
+    what is logged on a step is its rank's own; and a rank without samples borrows one and takes back what comes of it.
     """
-    metrics = metrics_of(module)
-    states = [copy.deepcopy(metric.metric_state) for metric in metrics]
-    earlier = {key: dict(result.metric_state) for key, result in logged.items() if result.is_tensor}
-    yield
-    for metric, state in zip(metrics, states, strict=True):
-        _restore(metric, state)
-    for key, result in logged.items():
-        if result.is_tensor:
-            _restore(result, earlier.get(key) or {name: result._defaults[name] for name in result.metric_state})
+
+    _eval_loaders: list[Any] = []  # noqa: RUF012 - replaced, never changed; of the evaluation that goes on
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process: then neither DDP nor a process group is needed."""
+        return self.num_processes * self.num_nodes == 1
+
+    @property
+    def peers(self) -> Peers:
+        return Peers(self.global_rank, self.world_size)
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.module.trainer
+
+    @property
+    def batches_begun(self) -> int:
+        """Batches of the running epoch, or evaluation, whose step has begun."""
+        loop = self.trainer.fit_loop.epoch_loop if self.trainer.training else self.trainer._active_loop
+        return loop.batch_progress.current.ready if loop is not None else 0  # pyright: ignore
+
+    def seed_draws(self, purpose: str, index: int) -> None:
+        """Called before a batch is used, with its index in the epoch or evaluation."""
+
+    def on_validation_start(self) -> None:
+        self._start(self.trainer.val_dataloaders)
+
+    def on_test_start(self) -> None:
+        self._start(self.trainer.test_dataloaders)
+
+    def on_validation_end(self) -> None:
+        self._end()
+
+    def on_test_end(self) -> None:
+        self._end()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._between_batches:  # a value logged on_step: its rank's own, since not all ranks have this batch
+            return tensor
+        # Lightning averages the integer number of samples over ranks, which floors it (PL 21859, FAULTS 2).
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        batches = [scheduled(loader) for loader in self._eval_loaders]
+        if self._between_batches and not all(b is not None and b.equal for b in batches):
+            raise ConfigError(
+                "all_gather between the batches of an evaluation: ranks have unequal numbers of batches, as no sample"
+                " is evaluated twice; gather in on_validation_epoch_end, or update a torchmetrics object"
+            )
+        return super().all_gather(tensor, group, sync_grads)
+
+    @property
+    def _between_batches(self) -> bool:
+        return bool(self._eval_loaders) and self.trainer._logger_connector._first_loop_iter is not None
+
+    def _start(self, loaders: Any) -> None:
+        self._eval_loaders = CombinedLoader(loaders, "sequential").flattened
+        if not self.alone:
+            self._require_sequential()
+            level_buffers(self.module)
+            level_lists(self.module, self.peers.gather)
+
+    def _end(self) -> None:
+        self._eval_loaders = []
+        if not self.alone:
+            unlevel_lists(self.module)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.seed_draws("step", self.batches_begun - 1)
+        batches = scheduled(self._eval_loaders[args[2] if len(args) > 2 else 0])
+        if isinstance(batches, EvalBatches) and batches.borrowed:
+            with taken_back(self.module, self.trainer._results):
+                output = getattr(self.module, name)(*args, **kwargs)
+        else:
+            output = getattr(self.module, name)(*args, **kwargs)
+        if self.trainer._evaluation_loop.batch_progress.is_last_batch and not self.alone:
+            self._require_same_keys(name)
+        return output
+
+    def _require_same_keys(self, step: str) -> None:
+        """Every rank comes by after its last batch. Other keys, or in another order, would wait for one another."""
+        results = (self.trainer._results or {}).items()
+        keys = [key.removeprefix(f"{result.meta.fx}.") for key, result in results if _is_reduced(result)]
+        self.peers.require_equal(
+            f"what {step} logged for all ranks (sync_dist=True, or torchmetrics objects)",
+            keys,
+            "log the same keys in the same order on every rank, whatever is in a batch; a torchmetrics object that is"
+            " updated only with some samples counts only these",
+        )
+
+    def _require_sequential(self) -> None:
+        """Of a batch made of several loaders' no part can be taken back."""
+        loop, batches = self.trainer._evaluation_loop, [scheduled(loader) for loader in self._eval_loaders]
+        lacking = [b.total for b in batches if isinstance(b, EvalBatches) and 0 < b.total < self.world_size]
+        mode = loop._combined_loader._mode if loop._combined_loader is not None else "sequential"
+        if lacking and mode != "sequential":
+            raise ConfigError(
+                f"a CombinedLoader of mode {mode!r} has a part of {lacking[0]} samples for {self.world_size} processes:"
+                " use fewer processes, or mode 'sequential'"
+            )
 
 
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
-    metric._computed = None
-    for name, value in state.items():
-        now = getattr(metric, name)
-        if isinstance(value, list):
-            added = [item for item in now[len(value) :] if isinstance(item, Tensor)]
-            # Not an empty list: from it other ranks could not tell the dtype and dimensions that they gather.
-            value = value + [_no_rows(item) for item in added[:1]]
-        elif isinstance(value, Tensor):
-            value = value.to(now)  # a step may widen float32 to float64: then all ranks reduce float64
-        setattr(metric, name, value)
-
-
-def _no_rows(item: Tensor) -> Tensor:
-    return item.reshape(-1)[:0] if item.ndim == 0 else item[:0]
-
-
-def metrics_of(module: nn.Module) -> list[Metric]:
-    return [part for part in module.modules() if isinstance(part, Metric)]
-
-
-def level_lists(module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-    """Until `unlevel_lists`, let metrics that keep lists without a reduction be computed from unequal numbers of items.
-
-    torchmetrics gathers such lists (of detection and retrieval metrics) item by item, so ranks with fewer items would
-    leave the others waiting. They are filled up with items of no rows. Only metrics that have such lists pay for it.
-
-    Args:
-        module: the LightningModule whose metrics they are.
-        gather: everybody's value, by rank.
-    """
-    for metric in metrics_of(module):
-        if _unreduced_lists(metric):
-            metric._sync_dist = partial(_sync_level, metric, gather)
-
-
-def unlevel_lists(module: nn.Module) -> None:
-    for metric in metrics_of(module):
-        if "_sync_dist" in metric.__dict__:
-            del metric._sync_dist  # the class's own again
-
-
-def _sync_level(metric: Metric, gather: Callable[[Any], list[Any]], *args: Any, **kwargs: Any) -> None:
-    names = _unreduced_lists(metric)
-    lengths = gather([len(getattr(metric, name)) for name in names])
-    for name, by_rank in zip(names, zip(*lengths, strict=True), strict=True):
-        items = getattr(metric, name)
-        if missing := max(by_rank) - len(items):
-            empty = _no_rows(items[-1]) if items else torch.tensor([], device=metric.device)
-            setattr(metric, name, items + [empty] * missing)
-    type(metric)._sync_dist(metric, *args, **kwargs)
-
-
-def _unreduced_lists(metric: Metric) -> list[str]:
-    return [
-        name
-        for name, reduction in metric._reductions.items()
-        if isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
-    ]
+def scheduled(loader: Any) -> TrainBatches | EvalBatches | None:
+    """This rank's batches where a loader has a schedule, otherwise None."""
+    batches = getattr(loader, "sampler", None)
+    return batches if isinstance(batches, TrainBatches | EvalBatches) else None
 
 
 def level_buffers(module: nn.Module) -> None:
@@ -105,3 +152,8 @@ def level_buffers(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
+
+
+def _is_reduced(result: Any) -> bool:
+    """Whether a logged result (Lightning's _ResultMetric) is computed by all ranks together."""
+    return not result.is_tensor or (result.meta.sync.should and not result.meta.sync.rank_zero_only)

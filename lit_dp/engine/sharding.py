@@ -94,8 +94,9 @@ class Sharder(NamedTuple):
         if type(batch_sampler) is not BatchSampler and not (stage == "predict" and hasattr(batch_sampler, "sampler")):
             return EvalBatches(self._draw(batch_sampler, whole=True), None, False, self.share)
         # A DistributedSampler would pad: what it was made for is what happens here anyway.
-        in_order = plain_order(sampler) is False or type(sampler) is DistributedSampler
-        elements = len(loader.dataset) if in_order else self._draw(sampler)  # pyright: ignore[reportArgumentType]
+        padding = type(sampler) is DistributedSampler
+        samples = len(sampler.dataset if padding else sampler)  # pyright: ignore[reportArgumentType]
+        elements = samples if padding or plain_order(sampler) is False else self._draw(sampler)
         drop_last = batch_sampler.drop_last and stage != "predict"  # pyright: ignore[reportAttributeAccessIssue]
         return EvalBatches(elements, batch_sampler.batch_size, drop_last, self.share)  # pyright: ignore
 
