@@ -89,7 +89,14 @@ class LitClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, labels, *_ = batch
         loss = cross_entropy(self(inputs), labels, label_smoothing=self.label_smoothing)
-        self.log("train/loss", loss.to(_sums(loss.device)), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
+        self.log(
+            "train/loss",
+            loss.to(_sums(loss.device)),
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(labels),
+        )
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

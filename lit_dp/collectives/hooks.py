@@ -1,13 +1,14 @@
 """All-reduce algorithms as communication hooks of DistributedDataParallel, overlapped with backward."""
 
 import contextvars
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
@@ -97,6 +98,14 @@ def register(
         model.register_comm_hook(None, exchange.hook)
         return exchange
     return None
+
+
+def bucket_limits(name: str, model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Arguments for DDP that an exchange needs: PowerSGD hangs on gloo with more than one bucket."""
+    if name != "powersgd" or device.type != "cpu":
+        return {}
+    megabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    return {"bucket_cap_mb": math.ceil(megabytes) + 1}
 
 
 POWERSGD_ENTRIES = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")

@@ -4,6 +4,7 @@ What a loader reads in an epoch is its draw: a list of elements (sample indices,
 whole batches of a custom batch sampler). The draw is the same on all ranks; the schedule says who reads which part.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from lit_dp.engine.randomness import EpochIndex, EpochIndices, derive, isolated, seed_all
-from lit_dp.engine.schedule import Schedule, evaluation_indices
+from lit_dp.engine.schedule import Schedule, evaluation_indices, placement
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Share:
     rank: int
     world_size: int
     virtual_ranks: range
+
+    @property
+    def ranks(self) -> int:
+        """V, the virtual ranks of all processes."""
+        return self.world_size * len(self.virtual_ranks)
+
+    def virtual_ranks_of(self, rank: int) -> range:
+        """Those of another process."""
+        return placement(self.ranks, self.world_size, rank)
 
 
 class Draw:
@@ -95,7 +105,7 @@ class TrainBatches(Sampler[Any]):
     @property
     def equal(self) -> bool:
         """Whether all processes have equally many samples in every micro-batch."""
-        return self.schedule.tail != "exact" or self.schedule.samples % self.share.world_size == 0
+        return self.schedule.tail != "exact" or self.schedule.samples % self.schedule.virtual_ranks == 0
 
     def counts(self, micro_batch: int) -> list[int]:
         """Samples of every process in the micro-batch of this index, W numbers."""
@@ -115,6 +125,8 @@ class TrainBatches(Sampler[Any]):
 
 class EvalBatches(Sampler[Any]):
     """This process's batches of an evaluation or prediction: every element once over all processes, nothing padded.
+
+    Batches are those of its virtual ranks, one after the other, so that they are the same on any number of processes.
 
     A process without any element borrows one (`borrowed`), so that it takes part in what the others do; the strategy
     takes back whatever comes of it.
@@ -147,7 +159,7 @@ class EvalBatches(Sampler[Any]):
     @property
     def borrowed(self) -> bool:
         """Whether this process has no element of its own while others have."""
-        return 0 < self.total <= self.share.rank
+        return 0 < self.total <= self.share.virtual_ranks.start
 
     @property
     def equal(self) -> bool:
@@ -155,16 +167,20 @@ class EvalBatches(Sampler[Any]):
         return self._batches_of(0) == self._batches_of(self.share.world_size - 1)
 
     def _batches_of(self, rank: int) -> int:
-        own = len(evaluation_indices(self.total, self.share.world_size, rank)) or min(1, self.total)
-        return -(-own // (self.batch_size or 1))
+        own = [evaluation_indices(self.total, self.share.ranks, v) for v in self.share.virtual_ranks_of(rank)]
+        return sum(-(-len(positions) // (self.batch_size or 1)) for positions in own) or min(1, self.total)
 
     def __len__(self) -> int:
         return self._batches_of(self.share.rank)
 
     def __iter__(self) -> Iterator[Any]:
         elements = range(self.total) if isinstance(self.elements, int) else self.elements(self.epoch)
-        positions = evaluation_indices(self.total, self.share.world_size, self.share.rank)
-        own = [elements[i] for i in positions] or [elements[0]] * int(self.borrowed)
+        if self.borrowed:
+            return self._batches([elements[0]])
+        shares = [evaluation_indices(self.total, self.share.ranks, v) for v in self.share.virtual_ranks]
+        return itertools.chain.from_iterable(self._batches([elements[i] for i in share]) for share in shares)
+
+    def _batches(self, own: list[Any]) -> Iterator[Any]:
         if self.batch_size is None:
             return (tag(element, self.epoch) for element in own)
         size = self.batch_size

@@ -24,12 +24,14 @@ class Sharder(NamedTuple):
         seed: of the shuffle and of custom samplers' draws, equal on all ranks.
         tail: what becomes of samples that do not fill the last training step, where the loader keeps them.
         seeded_draws: whether draws in datasets follow (seed, epoch, sample).
+        virtual_ranks: V, between which loaders are shared out; None for as many as there are processes.
     """
 
     peers: Peers
     seed: int
     tail: Literal["pad", "exact"]
     seeded_draws: bool
+    virtual_ranks: int | None = None
 
     def share_out(self, loader: Any, stage: Stage, epoch: int) -> Any:
         """This process's part of `loader`. Every rank calls it, for the same loaders in the same order.
@@ -60,11 +62,16 @@ class Sharder(NamedTuple):
     @property
     def share(self) -> Share:
         rank, world_size = self.peers.rank, self.peers.world_size
-        return Share(rank, world_size, placement(world_size, world_size, rank))
+        return Share(rank, world_size, placement(self.ranks, world_size, rank))
+
+    @property
+    def ranks(self) -> int:
+        """Virtual ranks."""
+        return self.virtual_ranks or self.peers.world_size
 
     def train_batches(self, loader: DataLoader[Any]) -> TrainBatches:
-        """Batches per process of `batch_size`, as in DDP; whole batches are dealt where a batch sampler makes them."""
-        world_size, sampler = self.peers.world_size, sampler_of(loader)
+        """Batches per virtual rank of `batch_size`, as in DDP; whole batches are dealt where a sampler makes them."""
+        ranks, sampler = self.ranks, sampler_of(loader)
         if type(loader.batch_sampler) is not BatchSampler:  # custom batches, or no batching
             return self._deal(self._draw(reading_order(loader), whole=loader.batch_sampler is not None))
         batch_size, drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
@@ -72,18 +79,17 @@ class Sharder(NamedTuple):
         draw = self._draw(sampler) if shuffle is None else None
         samples = _some(len(sampler if draw is None else draw))
         tail: Tail = "drop" if drop_last else self.tail
-        schedule = Schedule(samples, batch_size * world_size, world_size, self.seed, bool(shuffle), tail)
+        schedule = Schedule(samples, batch_size * ranks, ranks, self.seed, bool(shuffle), tail)
         if schedule.steps_per_epoch == 0:
             raise ConfigError(
-                f"drop_last=True leaves nothing of {samples} training samples: a step takes {batch_size} x {world_size}"
-                f" processes = {batch_size * world_size}; use a batch size of at most {samples // world_size}"
+                f"drop_last=True leaves nothing of {samples} training samples: a step takes {batch_size} x {ranks}"
+                f" ranks = {batch_size * ranks}; use a batch size of at most {samples // ranks}"
             )
         return TrainBatches(schedule, self.share, draw)
 
     def _deal(self, draw: Draw) -> TrainBatches:
-        """One element of the draw per process and step; padded, so that all processes take part in every step."""
-        world_size = self.peers.world_size
-        schedule = Schedule(_some(len(draw)), world_size, world_size, shuffle=False)
+        """One element of the draw per virtual rank and step; padded, so that all take part in every step."""
+        schedule = Schedule(_some(len(draw)), self.ranks, self.ranks, shuffle=False)
         return TrainBatches(schedule, self.share, draw, batched=False)
 
     def _eval_batches(self, loader: DataLoader[Any], stage: Stage) -> EvalBatches:

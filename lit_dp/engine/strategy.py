@@ -6,15 +6,18 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.evaluation import ExactEvaluation, scheduled
 from lit_dp.engine.metric_states import taken_back
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
+from lit_dp.engine.virtual_ranks import VirtualRanks, exchange_for
 from lit_dp.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=5)
@@ -32,6 +35,10 @@ class ExactDDPStrategy(ExactEvaluation):
             A loader with drop_last=True drops them.
         seeded_draws: draws in a step follow (seed, epoch, step, rank), those in a dataset (seed, epoch, sample). False
             leaves them to the generators' history, as Lightning does.
+        virtual_ranks: V, a power of two that the number of processes divides: the training has the bits of V processes,
+            however many there are. A loader's batch_size is then that of a virtual rank. None: as many as processes.
+        all_reduce: how gradients meet: `native` is the backend's own; any of `lit_dp.collectives.Algorithm`; `fp16`,
+            `bf16` or `powersgd` compress. With virtual ranks it is one that sums along a binary tree.
         timeout: after which a collective that not all ranks joined is an error, in seconds.
         kwargs: DDPStrategy's, and DistributedDataParallel's.
     """
@@ -40,12 +47,18 @@ class ExactDDPStrategy(ExactEvaluation):
         self,
         tail: Literal["pad", "exact"] = "pad",
         seeded_draws: bool = True,
+        virtual_ranks: int | None = None,
+        all_reduce: str = "native",
         timeout: float | timedelta = TIMEOUT,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout), **kwargs)
         self.tail: Literal["pad", "exact"] = tail
         self.seeded_draws = seeded_draws
+        self.virtual_ranks = virtual_ranks
+        self.all_reduce = exchange_for(all_reduce, virtual_ranks)
+        self._virtual: VirtualRanks | None = None
+        self._exchange: Any = None
         self.shards_data = True  # False where the user shares loaders out (Trainer's use_distributed_sampler=False)
         self._sharder: Sharder | None = None
 
@@ -59,13 +72,34 @@ class ExactDDPStrategy(ExactEvaluation):
             super().setup_environment()
         # As early as ranks can talk: a module may ask for the number of steps, hence for loaders, in its own `setup`.
         seed = self.peers.from_first(int(os.environ.get("PL_GLOBAL_SEED", "0")))
-        self._sharder = Sharder(self.peers, seed, self.tail, self.seeded_draws)
+        self._sharder = Sharder(self.peers, seed, self.tail, self.seeded_draws, self.virtual_ranks)
 
     def setup(self, trainer: Trainer) -> None:
+        if self.virtual_ranks is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._virtual = VirtualRanks(self.virtual_ranks, self.world_size, self.global_rank, self.module)
+            self._virtual.claim_accumulation(trainer)
         Strategy.setup(self, trainer) if self.alone else super().setup(trainer)
 
     def _setup_model(self, model: Any) -> Any:
-        return model if self.alone else super()._setup_model(model)
+        if self.alone:
+            return model
+        if self._virtual is not None:
+            self._ddp_kwargs["forward_sync_buffers"] = False  # they follow virtual rank 0
+        self._ddp_kwargs.update(bucket_limits(self.all_reduce, model, self.root_device))
+        return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only, and says nothing otherwise (FAULTS 32).
+        if self._ddp_comm_hook is not None:
+            super()._register_ddp_hooks()
+            return
+        fold = self._virtual.stack.fold_bucket if self._virtual is not None else None
+        self._exchange = register(self.model, self.all_reduce, self.root_device, fold)  # pyright: ignore
+
+    def teardown(self) -> None:
+        if isinstance(self._exchange, GradientExchange):
+            self._exchange.close()
+        super().teardown()
 
     # --- data ---
 
@@ -103,23 +137,31 @@ class ExactDDPStrategy(ExactEvaluation):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.seed_draws("step", self.batches_begun - 1)
-        batches = self.train_batches
-        if batches is None or batches.equal or batches.counts(self.batches_begun - 1)[self.global_rank]:
+        index, batches = self.batches_begun - 1, self.train_batches
+        self.seed_draws("step", index)
+        if self._virtual is not None:
+            self._virtual.begin(index)
+        if batches is None or batches.equal or batches.counts(index)[self.global_rank]:
             return super().training_step(*args, **kwargs)
         with taken_back(self.module, self.trainer._results):  # a borrowed sample: it takes part with weight 0
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         share = self._share_of_window()
-        return super().backward(closure_loss if share == 1.0 else closure_loss * share, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss if share == 1.0 else closure_loss * share, optimizer, *args, **kwargs)
+        if self._virtual is not None:
+            self._virtual.end(self.batches_begun - 1)
+        return loss
 
     def seed_draws(self, purpose: str, index: int) -> None:
         """Draws until the next call are those of this micro-batch on this rank, whatever was drawn before."""
         if self.seeded_draws:
             trainer = self.trainer
             purpose = purpose if trainer.training else f"{trainer.state.stage} {purpose}"
-            seed_step(self.sharder.seed, trainer.current_epoch, index, self.global_rank, purpose, self.root_device)
+            rank = self.global_rank
+            if self._virtual is not None and trainer.training:
+                index, rank = self._virtual.step_and_rank(index)
+            seed_step(self.sharder.seed, trainer.current_epoch, index, rank, purpose, self.root_device)
 
     def _share_of_window(self) -> float:
         """What this micro-batch counts in the mean over its accumulation window, relative to a full window.

@@ -9,8 +9,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
+from lit_dp.collectives.hooks import CHOICES
 from lit_dp.errors import ConfigError
 
 Gradients = list[Tensor | None]
@@ -111,6 +114,87 @@ class Buffers:
             buffer.copy_(value)
 
 
+class VirtualRanks:
+    """What a process does so that its k micro-batches a step are k virtual ranks.
+
+    Args:
+        virtual_ranks: V.
+        world_size: W.
+        rank: of this process.
+        module: what is trained; not yet wrapped.
+
+    Raises:
+        ConfigError: V is no power of two, W does not divide it, or the module cannot be trained so.
+    """
+
+    def __init__(self, virtual_ranks: int, world_size: int, rank: int, module: LightningModule) -> None:
+        self.k, self.rank, self.alone = micro_batches_per_process(virtual_ranks, world_size), rank, world_size == 1
+        _refuse(module, self.k)
+        self.stack = CarryStack(module.parameters())
+        self.buffers = Buffers(module, world_size)
+
+    def claim_accumulation(self, trainer: Trainer) -> None:
+        """Make the trainer run k micro-batches a step; the first k - 1 are not exchanged."""
+        asked = trainer.accumulate_grad_batches
+        if asked != 1 or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # pyright: ignore
+            raise ConfigError(
+                f"virtual_ranks says what a step is, and accumulate_grad_batches (here {asked}) would say it again:"
+                " leave it out, and give a step more samples by more virtual ranks or a larger batch_size"
+            )
+        trainer.accumulate_grad_batches = self.k
+
+    def step_and_rank(self, micro_batch: int) -> tuple[int, int]:
+        """The optimizer step of the epoch, and the virtual rank, that a micro-batch of this process is."""
+        step, nth = divmod(micro_batch, self.k)
+        return step, self.rank * self.k + nth
+
+    def begin(self, micro_batch: int) -> None:
+        """Before the forward pass of a micro-batch."""
+        if micro_batch % self.k == 0:
+            self.stack.clear()
+        self.buffers.begin(micro_batch % self.k)
+
+    def end(self, micro_batch: int) -> None:
+        """After its backward pass."""
+        nth = micro_batch % self.k
+        if nth < self.k - 1:
+            self.stack.push()
+        elif self.alone:
+            self.stack.fold()
+        self.buffers.end(nth, self.k)
+
+
+TREES = ("halving_doubling", "butterfly", "tree")
+"""Algorithms that sum 2^n ranks along the same binary tree."""
+
+
+def exchange_for(all_reduce: str, virtual_ranks: int | None) -> str:
+    """The algorithm to use.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not sum along the tree that virtual ranks need.
+    """
+    if all_reduce not in CHOICES:
+        raise ConfigError(f"all_reduce is {all_reduce!r}: choose one of {', '.join(CHOICES)}")
+    if virtual_ranks is None or all_reduce in TREES:
+        return all_reduce
+    if all_reduce != "native":
+        raise ConfigError(
+            f"all_reduce {all_reduce!r} adds in another order than virtual ranks do: use one of {', '.join(TREES)}"
+        )
+    return TREES[0]
+
+
+def _refuse(module: LightningModule, k: int) -> None:
+    if not module.automatic_optimization:
+        raise ConfigError("virtual_ranks needs automatic optimization: a manual step cannot be cut into micro-batches")
+    if k > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        raise ConfigError(
+            f"SyncBatchNorm needs all virtual ranks at once, and each process runs {k} one after the other: use"
+            " BatchNorm, or as many processes as virtual ranks"
+        )
+
+
 def micro_batches_per_process(virtual_ranks: int, world_size: int) -> int:
     """k = V / W.
 
@@ -119,7 +203,7 @@ def micro_batches_per_process(virtual_ranks: int, world_size: int) -> int:
     """
     if virtual_ranks < 1 or virtual_ranks & (virtual_ranks - 1):
         raise ConfigError(
-            f"virtual_ranks is {virtual_ranks}: set it to a power of two (1, 2, 4, 8, ...), as sums follow a binary tree"
+            f"virtual_ranks is {virtual_ranks}: set it to a power of two (1, 2, 4, 8, ...), as sums follow a tree"
         )
     if virtual_ranks % world_size:
         powers = ", ".join(str(1 << i) for i in range(virtual_ranks.bit_length()))
