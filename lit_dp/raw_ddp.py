@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lit_dp.collectives.hooks import GradientExchange, register
 from lit_dp.engine.parity import StepReport, sha256
 from lit_dp.engine.randomness import seed_step
 from lit_dp.errors import ConfigError
@@ -48,6 +49,7 @@ def fit(
     accumulate: int = 1,
     clip_norm: float | None = None,
     bf16: bool = False,
+    all_reduce: str = "native",
     seed: int = 0,
     seed_step: Callable[[int, int, int], None] | None = None,
     on_step: Callable[[StepReport], None] | None = None,
@@ -63,6 +65,7 @@ def fit(
         accumulate: micro-batches a step; the gradient is the mean over all samples of the step.
         clip_norm: largest 2-norm of the gradient, taken over all parameters.
         bf16: run the forward pass in bfloat16 autocast.
+        all_reduce: how gradients meet: the backend's own way, or one of `lit_dp.collectives.Algorithm`.
         seed: of the order of samples, equal on all ranks, and of dropout.
         seed_step: called as (epoch, micro-batch, rank) before each forward pass, to seed its draws; without it all
             ranks drop out alike, as after any `seed_everything` that is equal on all ranks.
@@ -79,6 +82,7 @@ def fit(
         model = DistributedDataParallel(
             TrainingStep(module), device_ids=[device.index] if device.type == "cuda" else None
         )
+        exchange = register(model, all_reduce, device)
         optimizer, schedulers = optimizer_and_schedulers(module)
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
@@ -114,6 +118,8 @@ def fit(
                 on_epoch(epoch)
                 module.train()
 
+        if isinstance(exchange, GradientExchange):
+            exchange.close()
         if save_to is not None and dist.get_rank() == 0:  # replicas are equal: one rank writes
             torch.save(model.module.module.state_dict(), save_to)  # model.state_dict() would prefix every name
 

@@ -1,8 +1,10 @@
 """Run a function on several ranks that are forked from the test's own process: no new interpreter, no imports."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -40,7 +42,14 @@ def run_ranks(
     finally:
         for process, _ in ranks:
             process.kill()
+            _kill_workers(process.pid)
             process.join()
+
+
+def _kill_workers(rank: int) -> None:
+    """Loader workers outlive a rank that is killed: one that had not yet looked who its parent is waits for ever."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none are left
+        os.killpg(rank, signal.SIGKILL)
 
 
 def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -66,6 +75,7 @@ def free_port() -> int:
 def _rank(
     rank: int, world_size: int, port: int, pipe: Connection, function: Callable, args: tuple, env: dict[str, str]
 ) -> None:
+    os.setpgrp()
     os.environ.update(torchrun_env(rank, world_size, port) | env)
     torch.set_num_threads(1)
     try:

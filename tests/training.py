@@ -103,7 +103,7 @@ def through_exact(job: Job) -> Trace:
     return through_lightning(job, "exact_ddp")
 
 
-def through_raw_loop(job: Job, loop: Any = raw_ddp, step_seeds: bool = False) -> Trace:
+def through_raw_loop(job: Job, loop: Any = raw_ddp, step_seeds: bool = False, all_reduce: str = "native") -> Trace:
     """Digests of every step, on this rank, of the raw loop (or of a faulty copy of it)."""
     trace: Trace = []
     module, data = job.build()
@@ -115,6 +115,7 @@ def through_raw_loop(job: Job, loop: Any = raw_ddp, step_seeds: bool = False) ->
         accumulate=job.accumulate,
         clip_norm=job.clip_norm,
         bf16=job.bf16,
+        all_reduce=all_reduce,
         seed=SEED,
         seed_step=partial(seed_step, SEED) if step_seeds else None,
         on_step=lambda step: trace.append(step.digests()),

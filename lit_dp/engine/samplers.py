@@ -126,7 +126,7 @@ class TrainBatches(Sampler[Any]):
 class EvalBatches(Sampler[Any]):
     """This process's batches of an evaluation or prediction: every element once over all processes, nothing padded.
 
-    Batches are those of its virtual ranks, one after the other, so that they are the same on any number of processes.
+    Batches are those of its virtual ranks, in turn, so that they are the same on any number of processes.
 
     A process without any element borrows one (`borrowed`), so that it takes part in what the others do; the strategy
     takes back whatever comes of it.
@@ -178,7 +178,9 @@ class EvalBatches(Sampler[Any]):
         if self.borrowed:
             return self._batches([elements[0]])
         shares = [evaluation_indices(self.total, self.share.ranks, v) for v in self.share.virtual_ranks]
-        return itertools.chain.from_iterable(self._batches([elements[i] for i in share]) for share in shares)
+        of_ranks = [self._batches([elements[i] for i in share]) for share in shares]
+        rounds = itertools.zip_longest(*of_ranks)  # in turn, so that a limit cuts all virtual ranks alike
+        return (batch for batches in rounds for batch in batches if batch is not None)
 
     def _batches(self, own: list[Any]) -> Iterator[Any]:
         if self.batch_size is None:

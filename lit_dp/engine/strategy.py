@@ -17,7 +17,8 @@ from lit_dp.engine.metric_states import taken_back
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
-from lit_dp.engine.virtual_ranks import VirtualRanks, exchange_for
+from lit_dp.engine.step_values import StepValues
+from lit_dp.engine.virtual_ranks import VirtualRanks, claim, exchange_for, micro_batches_per_process
 from lit_dp.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=5)
@@ -58,6 +59,8 @@ class ExactDDPStrategy(ExactEvaluation):
         self.virtual_ranks = virtual_ranks
         self.all_reduce = exchange_for(all_reduce, virtual_ranks)
         self._virtual: VirtualRanks | None = None
+        self._step_values: StepValues | None = None
+        self._claimed = False
         self._exchange: Any = None
         self.shards_data = True  # False where the user shares loaders out (Trainer's use_distributed_sampler=False)
         self._sharder: Sharder | None = None
@@ -75,10 +78,18 @@ class ExactDDPStrategy(ExactEvaluation):
         self._sharder = Sharder(self.peers, seed, self.tail, self.seeded_draws, self.virtual_ranks)
 
     def setup(self, trainer: Trainer) -> None:
-        if self.virtual_ranks is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._virtual = VirtualRanks(self.virtual_ranks, self.world_size, self.global_rank, self.module)
-            self._virtual.claim_accumulation(trainer)
+        if self.virtual_ranks is not None:
+            self._claim(trainer, self.virtual_ranks)
         Strategy.setup(self, trainer) if self.alone else super().setup(trainer)
+
+    def _claim(self, trainer: Trainer, virtual_ranks: int) -> None:
+        k = micro_batches_per_process(virtual_ranks, self.world_size)
+        if not self._claimed:  # once for a trainer, which may fit, then test
+            claim(trainer, k)
+            self._claimed = True
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._virtual = VirtualRanks(k, self.peers, self.module)
+            self._step_values = StepValues(trainer, self.peers)
 
     def _setup_model(self, model: Any) -> Any:
         if self.alone:
@@ -149,8 +160,8 @@ class ExactDDPStrategy(ExactEvaluation):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         share = self._share_of_window()
         loss = super().backward(closure_loss if share == 1.0 else closure_loss * share, optimizer, *args, **kwargs)
-        if self._virtual is not None:
-            self._virtual.end(self.batches_begun - 1)
+        if self._virtual is not None and self._step_values is not None:
+            self._step_values.note(last=self._virtual.end(self.batches_begun - 1))
         return loss
 
     def seed_draws(self, purpose: str, index: int) -> None:

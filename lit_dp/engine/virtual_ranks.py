@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lit_dp.collectives.hooks import CHOICES
+from lit_dp.engine.peers import Peers
 from lit_dp.errors import ConfigError
 
 Gradients = list[Tensor | None]
@@ -114,39 +115,46 @@ class Buffers:
             buffer.copy_(value)
 
 
+def claim(trainer: Trainer, k: int) -> None:
+    """Make the trainer run k micro-batches a step, and count its limits in batches of a virtual rank.
+
+    Raises:
+        ConfigError: accumulation is configured too.
+    """
+    asked = trainer.accumulate_grad_batches
+    if asked != 1 or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # pyright: ignore
+        raise ConfigError(
+            f"virtual_ranks says what a step is, and accumulate_grad_batches (here {asked}) would say it again: leave"
+            " it out, and give a step more samples by more virtual ranks or a larger batch_size"
+        )
+    trainer.accumulate_grad_batches = k
+    for name in (*(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), "val_check_interval"):
+        if isinstance(limit := getattr(trainer, name), int):
+            setattr(trainer, name, limit * k)
+
+
 class VirtualRanks:
     """What a process does so that its k micro-batches a step are k virtual ranks.
 
     Args:
-        virtual_ranks: V.
-        world_size: W.
-        rank: of this process.
+        k: virtual ranks a process.
+        peers: all processes.
         module: what is trained; not yet wrapped.
 
     Raises:
-        ConfigError: V is no power of two, W does not divide it, or the module cannot be trained so.
+        ConfigError: the module cannot be trained so.
     """
 
-    def __init__(self, virtual_ranks: int, world_size: int, rank: int, module: LightningModule) -> None:
-        self.k, self.rank, self.alone = micro_batches_per_process(virtual_ranks, world_size), rank, world_size == 1
-        _refuse(module, self.k)
+    def __init__(self, k: int, peers: Peers, module: LightningModule) -> None:
+        _refuse(module, k)
+        self.k, self.peers = k, peers
         self.stack = CarryStack(module.parameters())
-        self.buffers = Buffers(module, world_size)
-
-    def claim_accumulation(self, trainer: Trainer) -> None:
-        """Make the trainer run k micro-batches a step; the first k - 1 are not exchanged."""
-        asked = trainer.accumulate_grad_batches
-        if asked != 1 or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # pyright: ignore
-            raise ConfigError(
-                f"virtual_ranks says what a step is, and accumulate_grad_batches (here {asked}) would say it again:"
-                " leave it out, and give a step more samples by more virtual ranks or a larger batch_size"
-            )
-        trainer.accumulate_grad_batches = self.k
+        self.buffers = Buffers(module, peers.world_size)
 
     def step_and_rank(self, micro_batch: int) -> tuple[int, int]:
         """The optimizer step of the epoch, and the virtual rank, that a micro-batch of this process is."""
         step, nth = divmod(micro_batch, self.k)
-        return step, self.rank * self.k + nth
+        return step, self.peers.rank * self.k + nth
 
     def begin(self, micro_batch: int) -> None:
         """Before the forward pass of a micro-batch."""
@@ -154,14 +162,15 @@ class VirtualRanks:
             self.stack.clear()
         self.buffers.begin(micro_batch % self.k)
 
-    def end(self, micro_batch: int) -> None:
-        """After its backward pass."""
+    def end(self, micro_batch: int) -> bool:
+        """After its backward pass; whether it was the step's last."""
         nth = micro_batch % self.k
         if nth < self.k - 1:
             self.stack.push()
-        elif self.alone:
+        elif self.peers.world_size == 1:
             self.stack.fold()
         self.buffers.end(nth, self.k)
+        return nth == self.k - 1
 
 
 TREES = ("halving_doubling", "butterfly", "tree")
