@@ -5,13 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_dp.data import ImageDataModule
+    from lit_dp.engine.schedule import Schedule
+    from lit_dp.engine.strategy import ExactDDPStrategy
     from lit_dp.module import LitClassifier
     from lit_dp.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["ImageDataModule", "LitClassifier", "Trainer"]
+__all__ = ["ExactDDPStrategy", "ImageDataModule", "LitClassifier", "Schedule", "Trainer"]
 
-_HOMES = {"ImageDataModule": "data", "LitClassifier": "module", "Trainer": "trainer"}
+_HOMES = {
+    "ExactDDPStrategy": "engine.strategy",
+    "ImageDataModule": "data",
+    "LitClassifier": "module",
+    "Schedule": "engine.schedule",
+    "Trainer": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

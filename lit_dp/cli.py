@@ -19,8 +19,9 @@ from lit_dp.engine.plan import PrintPlan
 from lit_dp.engine.predictions import PredictionFile
 from lit_dp.engine.progress import EpochLines
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
+from lit_dp.errors import ConfigError
 from lit_dp.trainer import Trainer
-from lit_dp.usage import Parser, config_name, with_shipped_configs
+from lit_dp.usage import Parser, condensed, config_name, with_shipped_configs
 
 
 def _quieten() -> None:
@@ -53,7 +54,12 @@ class LitCLI(LightningCLI):
             datamodule_class=LightningDataModule,
             subclass_mode_data=True,
             trainer_class=Trainer,
-            trainer_defaults={"default_root_dir": "runs", "max_epochs": 10},
+            trainer_defaults={
+                "default_root_dir": "runs",
+                "max_epochs": 10,
+                # by its class, so that --trainer.strategy.virtual_ranks and the like find it
+                "strategy": {"class_path": "lit_dp.ExactDDPStrategy"},
+            },
             parser_class=Parser,
             parser_kwargs={"prog": "python -m lit_dp", "description": "Data-parallel training that proves itself."},
             save_config_callback=SaveRunConfig,
@@ -99,6 +105,16 @@ class LitCLI(LightningCLI):
         for name, value in {"devices": 1, "num_nodes": 1, "accelerator": "cpu", "precision": None}.items():
             config.trainer[name] = value
 
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ConfigError:
+            raise
+        except ValueError as error:  # jsonargparse takes a class's own refusal for a type that does not fit
+            if "Does not validate" not in str(error):
+                raise
+            raise ConfigError(condensed(str(error))) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         logger = self._get(self.config_init, "trainer").logger
         return super().instantiate_trainer(logger=self._loggers(logger), **kwargs)
@@ -137,7 +153,8 @@ class LitCLI(LightningCLI):
     def _check_data(self) -> None:
         """Find in this process, before others are started, what is wrong with the data."""
         if check := getattr(self.datamodule, "check", None):
-            check(world_size=self.trainer.num_devices * self.trainer.num_nodes)
+            virtual_ranks = getattr(self.trainer.strategy, "virtual_ranks", None)
+            check(world_size=virtual_ranks or self.trainer.num_devices * self.trainer.num_nodes)
 
     before_fit = before_validate = before_test = before_predict = _check_data
 

@@ -217,6 +217,10 @@ class ImageDataModule(LightningDataModule):
         return share
 
     def _world_size(self) -> int:
+        """Ranks that share a global batch: virtual ones, where the strategy has them."""
+        virtual_ranks = getattr(getattr(self.trainer, "strategy", None), "virtual_ranks", None)
+        if virtual_ranks is not None:
+            return virtual_ranks
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size()
         if self.planned_world_size is not None:

@@ -232,9 +232,11 @@ def accuracy(module: LightningModule, datamodule: LightningDataModule) -> float:
 def main() -> None:
     """Train what a config describes: model, data and the trainer's plain settings are read, the rest is this file."""
     from lit_dp.cli import LitCLI
+    from lit_dp.engine.strategy import ExactDDPStrategy
 
     cli = LitCLI(run=False)
-    exact = cli.config.trainer.strategy == "exact_ddp"  # draws as that strategy seeds them, so that bits are equal
+    # As that strategy: its seeds of draws and its all-reduce, so that bits are equal
+    exact = cli.trainer.strategy if isinstance(cli.trainer.strategy, ExactDDPStrategy) else None
 
     def report(epoch: int) -> None:
         share = accuracy(cli.model, cli.datamodule)
@@ -252,7 +254,8 @@ def main() -> None:
         clip_norm=cli.trainer.gradient_clip_val,
         bf16=cli.trainer.precision == "bf16-mixed",
         seed=cli.config.seed_everything,
-        seed_step=partial(seed_step, cli.config.seed_everything) if exact else None,
+        seed_step=partial(seed_step, cli.config.seed_everything) if exact is not None else None,
+        all_reduce=exact.all_reduce if exact is not None else "native",
         on_epoch=report,
         save_to=Path(f"{cli.config.name}.pt"),
     )

@@ -54,7 +54,8 @@ class Trainer(pl.Trainer):
         devices = launch.processes_per_host(self.launch, devices, available)
         single = isinstance(strategy, SingleDeviceStrategy) or (strategy == "auto" and _count(devices, available) == 1)
         launch.check(self.launch, _count(devices, available), num_nodes, distributed=not single)
-        threads, why = launch.set_cpu_threads(self.launch, _count(devices, available))
+        virtual_ranks = getattr(strategy, "virtual_ranks", None)
+        threads, why = launch.set_cpu_threads(self.launch, _count(devices, available), virtual_ranks=virtual_ranks)
         self.cpu_threads = f"{threads} ({why})"
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
@@ -92,10 +93,11 @@ class Trainer(pl.Trainer):
         Returns:
             The table that was printed.
         """
+        exact = self.strategy if isinstance(self.strategy, ExactDDPStrategy) else ExactDDPStrategy()
         available = torch.accelerator.device_count()
         a_host = _count(launch.processes_per_host(self.launch, devices or self.num_devices, available), available)
         kind = str(torch.accelerator.current_accelerator()) if available else "cpu"
-        threads, why = launch.set_cpu_threads(self.launch, a_host)
+        threads, why = launch.set_cpu_threads(self.launch, a_host, virtual_ranks=exact.virtual_ranks)
         place = Placement(self.launch.why, nodes or self.num_nodes, a_host, kind, f"{threads} ({why})")
         if datamodule is not None:
             datamodule.trainer = self
@@ -105,8 +107,8 @@ class Trainer(pl.Trainer):
         model.trainer = self
         self.strategy.connect(model)
         self.strategy.setup_optimizers(self)
-        tail = self.strategy.tail if isinstance(self.strategy, ExactDDPStrategy) else "pad"
-        sharder = Sharder(Peers(0, place.world_size), int(os.environ.get("PL_GLOBAL_SEED", "0")), tail, True)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        sharder = Sharder(Peers(0, place.world_size), seed, exact.tail, exact.seeded_draws, exact.virtual_ranks)
         batches = sharder.train_batches((datamodule or model).train_dataloader())
         rows = plan_rows(place, self, model, batches)
         print(table(rows))

@@ -102,7 +102,8 @@ def condensed(message: str) -> str:
     text = re.sub(r"Parser key \"[^\"]+\":|Problem with given class_path '[^']+':", "", message)
     lines = [line.strip(" -") for line in text.splitlines()]
     reasons = dict.fromkeys(line for line in lines if line and not NOISE.match(line))
-    reason = "; ".join(reasons) or " ".join(lines)
+    telling = [line for line in reasons if not line.startswith("Expected a <class")]
+    reason = "; ".join(telling or reasons) or " ".join(lines)
     if match := re.search(r"Option '(\w+)' is not accepted", reason):
         callee = (re.findall(r"class_path='([^']+)'", reason) or classes)[-1]
         return f"{'.'.join(keys)}: {callee} has no argument {match[1]!r}{did_you_mean(match[1], _arguments(callee))}"

@@ -346,7 +346,7 @@ def refused(world_size: int, build: Callable[[], Any], *parts: str, strategy: An
 
 
 def test_drop_last_that_leaves_nothing_is_refused() -> None:
-    refused(2, lambda: DataLoader(Numbers(5), 4, drop_last=True), "4 x 2 processes = 8", "at most 2")
+    refused(2, lambda: DataLoader(Numbers(5), 4, drop_last=True), "4 x 2 ranks = 8", "at most 2")
 
 
 def test_an_empty_dataset_is_refused() -> None:
@@ -646,7 +646,7 @@ def test_ranks_stop_together() -> None:
 
 def test_fault_26_upstream_waits_for_the_rank_that_ran_out() -> None:
     """Fails when upstream has mended `ddp`. The timeout is short; by default it is half an hour."""
-    with pytest.raises(RankFailed, match="Timed out|Connection (closed|reset)"):
+    with pytest.raises(RankFailed, match=r"Timed out|Connection (closed|reset)"):
         run_ranks(2, read, stream(Uneven, 0), DDPStrategy(timeout=timedelta(seconds=2)), 1)
 
 

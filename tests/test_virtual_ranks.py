@@ -131,6 +131,26 @@ def test_bits_do_not_depend_on_the_number_of_processes(job: Job) -> None:
         assert first_difference([ours[0].trace], [raw]) is None, f"{world_size} processes"
 
 
+@dataclass(frozen=True)
+class ChannelsLast(Job):
+    """Weights that are dense in another order than that of their shape."""
+
+    def build(self) -> Any:
+        module, data = super().build()
+        seed_everything(1, verbose=False)
+        layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 4)
+        module.network = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # pyright: ignore
+        return module, data
+
+
+def test_weights_in_another_memory_order() -> None:
+    job = ChannelsLast(64, 2, 1)
+    raw = on_raw_ranks(job, 4)
+    for world_size in (1, 2, 4):
+        ours = run_ranks(world_size, train, job, 4)
+        assert first_difference([ours[0].trace], [raw]) is None, f"{world_size} processes"
+
+
 def test_tail_exact_too() -> None:
     results = [run_ranks(w, train_with_tail, Job(75, 2, 2, adamw))[0].trace for w in (1, 2, 4)]
     assert first_difference([results[0]], [results[1]]) is None

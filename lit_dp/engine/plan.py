@@ -44,14 +44,17 @@ def plan_rows(
         module: what is trained.
         batches: what a process reads; None where no single schedule feeds the training.
     """
-    epochs, accumulate = trainer.max_epochs, trainer.accumulate_grad_batches
+    epochs = trainer.max_epochs
+    k = len(batches.share.virtual_ranks) if batches is not None else 1
+    accumulate = k if k > 1 else trainer.accumulate_grad_batches
     rows = [("launcher", placement.launcher), ("processes", _processes(placement))]
     steps = None
     if batches is not None:
         limit = trainer.num_training_batches  # infinite before the loaders are set up
         micro_batches = len(batches) if limit in (0, math.inf) else min(int(limit), len(batches))
         steps = -(-micro_batches // accumulate)
-        rows += _data_rows(placement, batches, accumulate, micro_batches, steps)
+        rows += _virtual_rows(placement, batches)
+        rows += _data_rows(batches, accumulate, micro_batches, steps)
         if epochs is not None and epochs > 0:
             rows.append(("training", f"{epochs:,} epochs x {steps:,} = {epochs * steps:,} steps"))
     for optimizer in trainer.strategy.optimizers:
@@ -69,20 +72,31 @@ def _processes(placement: Placement) -> str:
     return f"{shape} ({placement.accelerator}), CPU threads each: {placement.threads}"
 
 
-def _data_rows(
-    placement: Placement, batches: TrainBatches, accumulate: int, micro_batches: int, steps: int
-) -> list[tuple[str, str]]:
-    schedule = batches.schedule
-    size = schedule.per_rank_batch
-    a_step = size * placement.world_size * accumulate
+def _virtual_rows(placement: Placement, batches: TrainBatches) -> list[tuple[str, str]]:
+    ranks, k = batches.share.ranks, len(batches.share.virtual_ranks)
+    if ranks == placement.world_size:
+        return []
+    return [
+        (
+            "virtual ranks",
+            f"{ranks} on {_count(placement.world_size, 'process')}: {_count(k, 'micro-batch')} each a step",
+        )
+    ]
+
+
+def _data_rows(batches: TrainBatches, accumulate: int, micro_batches: int, steps: int) -> list[tuple[str, str]]:
+    schedule, k = batches.schedule, len(batches.share.virtual_ranks)
+    size, ranks, windows = schedule.per_rank_batch, schedule.virtual_ranks, accumulate // k
+    a_step = size * ranks * windows
     of_it = [f"{what} {count:,}" for what, count in (("pads", schedule.padded), ("drops", schedule.dropped)) if count]
     left = len(batches) - micro_batches
     cut = [f"stops {left:,} batches before the end"] if left else []
     last = _last_step(batches, accumulate, micro_batches)
     short = [f"the last of {last:,}"] if last != a_step else []
+    what_rank = "device" if k == 1 else "virtual rank"
     what = "a custom sampler's draw" if batches.draw is not None else "shuffled" if schedule.shuffle else "in order"
     return [
-        ("batch", f"{size:,} a device x {placement.world_size:,} x {accumulate:,} accumulated = {a_step:,} a step"),
+        ("batch", f"{size:,} a {what_rank} x {ranks:,} x {windows:,} accumulated = {a_step:,} a step"),
         ("epoch", ", ".join([f"{schedule.samples:,} samples in {_count(steps, 'step')}", *short, *of_it, *cut])),
         ("order", f"{what}, seed {schedule.seed}"),
     ]
@@ -143,4 +157,5 @@ class PrintPlan(Callback):
 
 
 def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    plural = "es" if thing.endswith(("s", "ch")) else "s"
+    return f"{number:,} {thing}{'' if number == 1 else plural}"

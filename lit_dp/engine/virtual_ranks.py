@@ -50,6 +50,7 @@ class CarryStack:
     def fold_bucket(self, bucket: dist.GradBucket) -> None:
         """Add the stack to a bucket that holds the last micro-batch's gradients, in place."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient = _laid_out_as(parameter, gradient)
             gradient.copy_(self._folded(self._index[id(parameter)], gradient))
 
     @torch.no_grad()
@@ -67,6 +68,15 @@ class CarryStack:
         for _, gradients in reversed(self._stack):
             newest = _sum(gradients[index], newest)
         return newest
+
+
+def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A bucket's piece as the reducer fills it: in the parameter's own memory order (channels_last, transposed, ...)
+    where that is dense. `GradBucket.gradients()` calls every piece contiguous, and so mixes up its elements."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    if reach != parameter.numel():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
 def _sum(older: Tensor | None, newer: Tensor | None) -> Tensor | None:
