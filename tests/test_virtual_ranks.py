@@ -137,7 +137,7 @@ class ChannelsLast(Job):
 
     def build(self) -> Any:
         module, data = super().build()
-        seed_everything(1, verbose=False)
+        torch.manual_seed(1)
         layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 4)
         module.network = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # pyright: ignore
         return module, data
@@ -184,7 +184,7 @@ class Wide(Job):
 
     def build(self) -> Any:
         module, data = super().build()
-        seed_everything(1, verbose=False)
+        torch.manual_seed(1)
         first, second = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
         module.network = nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(32 * 36, 4))
         return module, data
