@@ -9,7 +9,6 @@ tests/test_parity.py). It is written to be read: each line that a tutorial tends
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_dp.collectives.hooks import GradientExchange, register
+from lit_dp.engine.loaders import follow
 from lit_dp.engine.parity import StepReport, sha256
 from lit_dp.engine.randomness import seed_step
+from lit_dp.engine.samplers import AsGiven
 from lit_dp.errors import ConfigError
 
 
@@ -51,7 +52,7 @@ def fit(
     bf16: bool = False,
     all_reduce: str = "native",
     seed: int = 0,
-    seed_step: Callable[[int, int, int], None] | None = None,
+    seeded_draws: bool = False,
     on_step: Callable[[StepReport], None] | None = None,
     on_epoch: Callable[[int], None] | None = None,
     save_to: Path | None = None,
@@ -67,8 +68,8 @@ def fit(
         bf16: run the forward pass in bfloat16 autocast.
         all_reduce: how gradients meet: the backend's own way, or one of `lit_dp.collectives.Algorithm`.
         seed: of the order of samples, equal on all ranks, and of dropout.
-        seed_step: called as (epoch, micro-batch, rank) before each forward pass, to seed its draws; without it all
-            ranks drop out alike, as after any `seed_everything` that is equal on all ranks.
+        seeded_draws: dropout follows (seed, epoch, micro-batch, rank), and draws in the dataset (seed, epoch, sample),
+            as in `exact_ddp`; without it all ranks drop out alike, as after any `seed_everything` equal on all ranks.
         on_step: called on every rank after each optimizer step.
         on_epoch: called on every rank after each epoch, with the process group still up.
         save_to: where rank 0 writes the weights at the end.
@@ -77,6 +78,8 @@ def fit(
         seed_everything(seed, verbose=False)
         set_up_data(datamodule)
         loader, sampler = sharded(datamodule.train_dataloader(), seed)
+        if seeded_draws:
+            loader = follow(loader, AsGiven(loader.batch_sampler), seed)
         module.to(device).train()
         module.log = module.log_dict = lambda *args, **kwargs: None  # there is no Trainer to log to
         model = DistributedDataParallel(
@@ -88,14 +91,14 @@ def fit(
 
         step, losses = 0, []
         for epoch in range(epochs):
-            sampler.set_epoch(epoch)  # without it every epoch has the order of the first
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined] # without it every epoch has the order of the first
             for index, batch in enumerate(loader):
                 if index % accumulate == 0:
                     optimizer.zero_grad()
                 batch = datamodule.on_after_batch_transfer(move_data_to_device(batch, device), 0)
                 last = (index + 1) % accumulate == 0 or index + 1 == len(loader)
-                if seed_step is not None:
-                    seed_step(epoch, index, dist.get_rank())
+                if seeded_draws:
+                    seed_step(seed, epoch, index, dist.get_rank(), device=device)
                 # The forward pass belongs inside no_sync too: it is forward that arms the reduction of backward.
                 with nullcontext() if last else model.no_sync():
                     with autocast:
@@ -254,7 +257,7 @@ def main() -> None:
         clip_norm=cli.trainer.gradient_clip_val,
         bf16=cli.trainer.precision == "bf16-mixed",
         seed=cli.config.seed_everything,
-        seed_step=partial(seed_step, cli.config.seed_everything) if exact is not None else None,
+        seeded_draws=exact is not None and exact.seeded_draws,
         all_reduce=exact.all_reduce if exact is not None else "native",
         on_epoch=report,
         save_to=Path(f"{cli.config.name}.pt"),

@@ -10,6 +10,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lit_dp.engine import launch
+from lit_dp.engine.exchange_state import ExchangeState
 from lit_dp.engine.guards import MonitoredValues
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
@@ -59,7 +60,7 @@ class Trainer(pl.Trainer):
         self.cpu_threads = f"{threads} ({why})"
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
-            kwargs["callbacks"] = [MonitoredValues(), *_as_list(kwargs.get("callbacks"))]
+            kwargs["callbacks"] = [MonitoredValues(), ExchangeState(), *_as_list(kwargs.get("callbacks"))]
         try:
             super().__init__(
                 accelerator=accelerator,

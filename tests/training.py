@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dp import LitClassifier, Trainer, raw_ddp
 from lit_dp.engine.parity import StepReporter, Trace
-from lit_dp.engine.randomness import seed_step
 
 SEED = 3
 
@@ -117,7 +116,7 @@ def through_raw_loop(job: Job, loop: Any = raw_ddp, step_seeds: bool = False, al
         bf16=job.bf16,
         all_reduce=all_reduce,
         seed=SEED,
-        seed_step=partial(seed_step, SEED) if step_seeds else None,
+        seeded_draws=step_seeds,
         on_step=lambda step: trace.append(step.digests()),
         on_epoch=validate,
     )

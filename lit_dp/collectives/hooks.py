@@ -2,6 +2,7 @@
 
 import contextvars
 import math
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -90,8 +91,11 @@ def register(
     elif name == "bf16":
         model.register_comm_hook(None, bf16_compress_hook)  # pyright: ignore[reportArgumentType]
     elif name == "powersgd":
-        state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=10)  # type: ignore
+        # A group of its own: on gloo its chained exchanges would mix with other collectives of the default group.
+        state = PowerSGDState(process_group=dist.new_group(), matrix_approximation_rank=1, start_powerSGD_iter=10)  # type: ignore
         model.register_comm_hook(state, powerSGD_hook)
+        # see bucket_limits: it is not for unused parameters that DDP looks for them
+        warnings.filterwarnings("ignore", ".*find_unused_parameters=True was specified")
         return state
     elif name != Algorithm.native.value or fold is not None:
         exchange = GradientExchange(name, device, fold)
@@ -101,11 +105,17 @@ def register(
 
 
 def bucket_limits(name: str, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Arguments for DDP that an exchange needs: PowerSGD hangs on gloo with more than one bucket."""
-    if name != "powersgd" or device.type != "cpu":
+    """Arguments for DDP that an exchange needs.
+
+    PowerSGD's memory is laid out as the buckets are, and DDP lays them out anew after the first step, hence after a
+    resume too; it does not where it looks for unused parameters. On gloo the exchanges of several buckets, which are
+    chained by callbacks, would mix: it gets one bucket.
+    """
+    if name != "powersgd":
         return {}
     megabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-    return {"bucket_cap_mb": math.ceil(megabytes) + 1}
+    one_bucket = {"bucket_cap_mb": math.ceil(megabytes) + 1} if device.type == "cpu" else {}
+    return {"find_unused_parameters": True, **one_bucket}
 
 
 POWERSGD_ENTRIES = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")

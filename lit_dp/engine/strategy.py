@@ -61,7 +61,7 @@ class ExactDDPStrategy(ExactEvaluation):
         self._virtual: VirtualRanks | None = None
         self._step_values: StepValues | None = None
         self._claimed = False
-        self._exchange: Any = None
+        self.exchange: Any = None
         self.shards_data = True  # False where the user shares loaders out (Trainer's use_distributed_sampler=False)
         self._sharder: Sharder | None = None
 
@@ -105,11 +105,11 @@ class ExactDDPStrategy(ExactEvaluation):
             super()._register_ddp_hooks()
             return
         fold = self._virtual.stack.fold_bucket if self._virtual is not None else None
-        self._exchange = register(self.model, self.all_reduce, self.root_device, fold)  # pyright: ignore
+        self.exchange = register(self.model, self.all_reduce, self.root_device, fold)  # pyright: ignore
 
     def teardown(self) -> None:
-        if isinstance(self._exchange, GradientExchange):
-            self._exchange.close()
+        if isinstance(self.exchange, GradientExchange):
+            self.exchange.close()
         super().teardown()
 
     # --- data ---
