@@ -129,12 +129,13 @@ class LitClassifier(LightningModule):
     def _evaluate(self, batch: Batch, stage: str) -> Tensor:
         inputs, labels, *_ = batch
         logits = self(inputs)
-        loss, metrics = self.losses[stage], self.metrics[stage]
+        loss: Any = self.losses[stage]
+        metrics: Any = self.metrics[stage]
         # Without smoothing, so that losses of differently trained models can be compared.
         loss.update(cross_entropy(logits, labels), weight=len(labels))
-        metrics.update(logits, labels)  # pyright: ignore[reportCallIssue]
-        self.log(f"{stage}/loss", loss, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
-        self.log_dict(metrics, batch_size=len(labels))  # pyright: ignore[reportArgumentType]
+        metrics.update(logits, labels)
+        self.log(f"{stage}/loss", loss, batch_size=len(labels))
+        self.log_dict(metrics, batch_size=len(labels))
         return logits
 
 

@@ -58,7 +58,7 @@ def test_powersgd_with_several_buckets_does_not_hang_on_gloo() -> None:
 def _powersgd_buckets() -> int:
     class Big(Callback):
         def on_train_end(self, trainer, pl_module) -> None:  # type: ignore
-            sizes = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]
+            sizes = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]  # pyright: ignore
             self.buckets = len(str(sizes).split(","))
 
     module, data = JOB.build()

@@ -90,7 +90,7 @@ class Recorded(Callback):
 def train(job: Job, virtual_ranks: int | None, wrong: str = "", **kwargs: Any) -> Result:
     """Train on all ranks of this process; `wrong` names a fault to build in."""
     if wrong == "arrival":
-        CarryStack.push = _push_in_order_of_arrival
+        CarryStack.push = _push_in_order_of_arrival  # pyright: ignore[reportAttributeAccessIssue]
     if wrong == "threads" and os.environ["RANK"] == "1":
         os.environ["LIT_DP_CPU_THREADS"] = "2"
     recorded = Recorded()
@@ -276,7 +276,7 @@ def test_refusals(virtual: int, kwargs: dict[str, Any], words: list[str]) -> Non
 def _refused(virtual: int, kwargs: dict[str, Any]) -> str:
     module, data = Job().build()
     if kwargs.get("module") == "sync":
-        module.network[1] = nn.SyncBatchNorm(4)
+        module.network[1] = nn.SyncBatchNorm(4)  # pyright: ignore[reportIndexIssue]
     if kwargs.get("module") == "manual":
         module.automatic_optimization = False
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_dp.collectives.algorithms import Algorithm, all_reduce
 
-Fold = Callable[[dist.GradBucket], None]
+Fold = Callable[[GradBucket], None]
 COMPRESSIONS = ("fp16", "bf16", "powersgd")
 CHOICES = (*Algorithm.__members__, *COMPRESSIONS)
 """What `all_reduce` may be: an algorithm, or one of torch's compressions of the backend's own algorithm."""
@@ -40,12 +41,12 @@ class GradientExchange:
 
     def __init__(self, algorithm: str, device: torch.device, fold: Fold | None = None) -> None:
         self.algorithm, self.fold = Algorithm(algorithm), fold
-        self.group = dist.new_group()
+        self.group: Any = dist.new_group()
         self.device = device
         self._worker = ThreadPoolExecutor(1, "all-reduce") if device.type == "cpu" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """What DDP calls for every bucket; the future's tensor is the bucket's buffer, holding the mean."""
         if self.fold is not None:
             self.fold(bucket)
@@ -64,7 +65,7 @@ class GradientExchange:
         try:
             future.set_result(self._mean(buffer))
         except Exception as error:  # whatever it is, backward must not wait for ever
-            future.set_exception(error)
+            future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's stub is wrong
 
     def _on_stream(self, buffer: Tensor) -> Future[Tensor]:
         assert self._stream is not None

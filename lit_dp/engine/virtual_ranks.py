@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 
 from lit_dp.collectives.hooks import CHOICES
 from lit_dp.engine.peers import Peers
@@ -47,11 +48,11 @@ class CarryStack:
             height += 1
         self._stack.append((height, gradients))
 
-    def fold_bucket(self, bucket: dist.GradBucket) -> None:
+    def fold_bucket(self, bucket: GradBucket) -> None:
         """Add the stack to a bucket that holds the last micro-batch's gradients, in place."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradient = _laid_out_as(parameter, gradient)
-            gradient.copy_(self._folded(self._index[id(parameter)], gradient))
+            gradient.copy_(self._folded(self._index[id(parameter)], gradient))  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def fold(self) -> None:
