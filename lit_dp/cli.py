@@ -13,6 +13,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lit_dp.data import ImageDataModule
+from lit_dp.engine.checkpoints import BestCheckpoint, last_checkpoint
 from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.plan import PrintPlan
@@ -71,15 +72,7 @@ class LitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str | None, default=None, help="Run folder below trainer.default_root_dir.")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults(
-            {
-                "checkpoint.monitor": "val/acc",
-                "checkpoint.mode": "max",
-                "checkpoint.filename": "best",
-                "checkpoint.enable_version_counter": False,
-            }
-        )
+        parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         if args is None or isinstance(args, list):
@@ -187,11 +180,6 @@ class LitCLI(LightningCLI):
             from lit_dp.commands.plots import draw_confusion
 
             draw_confusion(counts.cpu(), getattr(self.datamodule, "classes", None), Path(folder) / "confusion.png")
-
-
-def last_checkpoint() -> ModelCheckpoint:
-    """Keeps checkpoints/last.ckpt. ModelCheckpoint(save_last=True) would write it only when a new best was found."""
-    return ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
 
 
 def _relative(path: str | Path) -> Path:
