@@ -262,6 +262,8 @@ def main() -> None:
         on_epoch=report,
         save_to=Path(f"{cli.config.name}.pt"),
     )
+    if os.environ["RANK"] == "0":
+        print(f"weights in {cli.config.name}.pt")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_raw_loop_on_as_many_processes_has_the_same_weights(tmp_path: Path) -> N
     assert ended.code == 0, ended.err
     ours = [line.split()[-1] for line in ended.out.splitlines() if line.startswith("weights SHA-256")]
     printed = run_ranks(V, _raw, [*whole, *JOB], tmp_path)
-    assert printed[0].splitlines()[-1].split()[-1] == ours[0]
+    assert printed[0].splitlines()[-2].split()[-1] == ours[0]
 
 
 def _raw(args: list[str], cwd: Path) -> str:
