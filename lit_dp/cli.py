@@ -143,13 +143,18 @@ class LitCLI(LightningCLI):
             RunFolder(of_checkpoint, self.subcommand) if of_checkpoint else RunFolder(root, f"{name}/{self.subcommand}")
         )
 
-    def _check_data(self) -> None:
-        """Find in this process, before others are started, what is wrong with the data."""
+    def _check(self) -> None:
+        """Find in this process, before others are started and a folder is made, what is wrong."""
+        checkpoint = self._get(self.config_init, "ckpt_path")
+        if checkpoint not in (None, "best", "last") and "://" not in str(checkpoint) and not Path(checkpoint).is_file():
+            raise ConfigError(f"there is no checkpoint {checkpoint}: give --ckpt_path a file, as fit prints it")
         if check := getattr(self.datamodule, "check", None):
             virtual_ranks = getattr(self.trainer.strategy, "virtual_ranks", None)
             check(world_size=virtual_ranks or self.trainer.num_devices * self.trainer.num_nodes)
+        if check := getattr(self.model, "check", None):
+            check(self.datamodule)
 
-    before_fit = before_validate = before_test = before_predict = _check_data
+    before_fit = before_validate = before_test = before_predict = _check
 
     def after_fit(self) -> None:
         """Draw the curves and say what came out and what to type next."""
@@ -162,6 +167,8 @@ class LitCLI(LightningCLI):
         self._say_what_came_out(folder)
 
     def _say_what_came_out(self, folder: str) -> None:
+        if self.trainer.should_stop:
+            print(f"stopped early, after {self.trainer.current_epoch} of {self.trainer.max_epochs} epochs")
         print(f"weights SHA-256 {sha256(self.model.state_dict())[:16]}")  # what raw_ddp prints for the same training
         saved = self.trainer.checkpoint_callback
         if not isinstance(saved, ModelCheckpoint) or not saved.best_model_path:

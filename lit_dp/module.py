@@ -67,14 +67,22 @@ class LitClassifier(LightningModule):
         for loss in self.losses.values():
             loss.set_dtype(_sums(self.device))  # pyright: ignore[reportCallIssue]
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        self.check(data)
+        if shape := getattr(data, "sample_shape", None):
+            self.example_input_array = torch.zeros(1, *shape)
+
+    def check(self, data: Any) -> None:
+        """Compare the classes of a data module, where it tells them, with this module's.
+
+        Raises:
+            ConfigError: the numbers differ.
+        """
         in_data = getattr(data, "num_classes", None)
         if in_data is not None and in_data != self.num_classes:
             raise ConfigError(
                 f"the data has {in_data} classes, model.num_classes is {self.num_classes}: set"
                 f" --model.num_classes {in_data} and give the network as many outputs"
             )
-        if shape := getattr(data, "sample_shape", None):
-            self.example_input_array = torch.zeros(1, *shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, num_classes) of inputs (B, ...)."""

@@ -227,7 +227,8 @@ def accuracy(module: LightningModule, datamodule: LightningDataModule) -> float:
         for batch in DataLoader(loader.dataset, loader.batch_size, sampler=share, collate_fn=loader.collate_fn):
             batch = move_data_to_device(batch, module.device)
             inputs, labels, *_ = datamodule.on_after_batch_transfer(batch, 0)
-            counts += torch.stack([(module(inputs).argmax(dim=1) == labels).sum(), torch.tensor(len(labels))])
+            counts[0] += (module(inputs).argmax(dim=1) == labels).sum()
+            counts[1] += len(labels)
     dist.all_reduce(counts)
     return float(counts[0] / counts[1])
 

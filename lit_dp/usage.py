@@ -50,7 +50,7 @@ class Parser(LightningArgumentParser):
             return super().format_help()
         width = max(len(option) for option, _, _ in rows)
         lines = [
-            f"  {option:{width}}  {text}{'' if default in (None, argparse.SUPPRESS) else f' [{default}]'}"
+            f"  {option:{width}}  {text}{'' if default in (None, argparse.SUPPRESS) else f' [{_short(default)}]'}"
             for option, text, default in rows
         ]
         command = self._command()
@@ -88,6 +88,11 @@ class Parser(LightningArgumentParser):
     def _option_strings(self) -> list[str]:
         parsers = [self, *getattr(self, "subcommand_parsers", [])]
         return [option for parser in parsers for action in parser._actions for option in action.option_strings]
+
+
+def _short(default: Any) -> str:
+    """A default as one would type it: a class by its name."""
+    return default["class_path"].rsplit(".", 1)[-1] if hasattr(default, "class_path") else str(default)
 
 
 NOISE = re.compile(

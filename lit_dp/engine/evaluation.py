@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 
-from lit_dp.engine.metric_states import level_lists, taken_back, unlevel_lists
+from lit_dp.engine.metric_states import level_lists, taken_back, unlevel_lists, widen
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.samplers import EvalBatches, TrainBatches
 from lit_dp.errors import ConfigError
@@ -22,6 +22,7 @@ class ExactEvaluation(DDPStrategy):
     """
 
     _eval_loaders: list[Any] = []  # noqa: RUF012 - replaced, never changed; of the evaluation that goes on
+    _levelled = True  # whether ranks hold equal buffers in it
 
     @property
     def alone(self) -> bool:
@@ -73,9 +74,15 @@ class ExactEvaluation(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._between_batches:  # a value logged on_step: its rank's own, since not all ranks have this batch
             return tensor
-        # Lightning averages the integer number of samples over ranks, which floors it (PL 21859, FAULTS 2).
-        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.float()
+        mean = reduce_op in ("mean", "avg")
+        # Lightning averages the integer number of samples over ranks, which floors it (PL 21859, FAULTS 2). In float64
+        # the order of ranks leaves no trace, and all have one dtype, whether their sums have been widened or not.
+        if (
+            isinstance(tensor, Tensor)
+            and not self.alone
+            and (mean or (reduce_op == "sum" and tensor.is_floating_point()))
+        ):
+            tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -93,9 +100,9 @@ class ExactEvaluation(DDPStrategy):
 
     def _start(self, loaders: Any) -> None:
         self._eval_loaders = CombinedLoader(loaders, "sequential").flattened
+        self._levelled = self.alone
         if not self.alone:
             self._require_sequential()
-            level_buffers(self.module)
             level_lists(self.module, self.peers.gather)
 
     def _end(self) -> None:
@@ -104,6 +111,9 @@ class ExactEvaluation(DDPStrategy):
             unlevel_lists(self.module)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not self._levelled:  # not before: callbacks may just have put averaged weights and buffers into the module
+            level_buffers(self.module)
+            self._levelled = True
         self.seed_draws("step", self.batches_begun - 1)
         batches = scheduled(self._eval_loaders[args[2] if len(args) > 2 else 0])
         if isinstance(batches, EvalBatches) and batches.borrowed:
@@ -111,6 +121,7 @@ class ExactEvaluation(DDPStrategy):
                 output = getattr(self.module, name)(*args, **kwargs)
         else:
             output = getattr(self.module, name)(*args, **kwargs)
+        widen(self.trainer._results)
         if self.trainer._evaluation_loop.batch_progress.is_last_batch and not self.alone:
             self._require_same_keys(name)
         return output

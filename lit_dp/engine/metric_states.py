@@ -48,6 +48,24 @@ def _restore(metric: Metric, state: dict[str, Any]) -> None:
         setattr(metric, name, value)
 
 
+def widen(logged: Any) -> None:
+    """Let means and sums of logged numbers go on in float64: float32 terms then leave 29 bits for the carry, and the
+    sum does not depend on their order, hence on the number of processes. Called after a step, it loses nothing: until
+    then there is one term. Apple's GPUs do not have float64.
+
+    Args:
+        logged: Lightning's results of the running loop, by key.
+    """
+    for result in (logged or {}).values():
+        if result.is_tensor and result.meta.on_epoch and _is_sum_of_float32(result):
+            result.value = result.value.double()
+
+
+def _is_sum_of_float32(result: Any) -> bool:
+    summed = result.meta.is_mean_reduction or result.meta.is_sum_reduction
+    return summed and result.value.dtype == torch.float32 and result.value.device.type != "mps"
+
+
 def _no_rows(item: Tensor) -> Tensor:
     return item.reshape(-1)[:0] if item.ndim == 0 else item[:0]
 

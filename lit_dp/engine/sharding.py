@@ -44,9 +44,7 @@ class Sharder(NamedTuple):
         if isinstance(loader.dataset, IterableDataset):
             stream = ShardedStream(loader.dataset, self.peers.rank, self.peers.world_size)
             return stream_loader(loader, stream, self.peers, together=stage == "train")
-        require_same_dataset(
-            loader.dataset, {"train": "training", "evaluate": "evaluation"}.get(stage, stage), self.peers
-        )
+        require_same_dataset(loader.dataset, STAGE_NAMES[stage], self.peers)
         batches = self._batches(loader, stage)
         batches.set_epoch(epoch)
         return follow(loader, batches, self.seed if self.seeded_draws else None)

@@ -1,6 +1,7 @@
 """`exact_ddp`: Lightning's DDP, with one schedule for every loader, exact evaluation and draws that follow the step."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.evaluation import ExactEvaluation, scheduled
-from lit_dp.engine.metric_states import taken_back
+from lit_dp.engine.metric_states import taken_back, widen
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
@@ -76,20 +77,21 @@ class ExactDDPStrategy(ExactEvaluation):
         # As early as ranks can talk: a module may ask for the number of steps, hence for loaders, in its own `setup`.
         seed = self.peers.from_first(int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self._sharder = Sharder(self.peers, seed, self.tail, self.seeded_draws, self.virtual_ranks)
+        k = self._micro_batches
+        if self.virtual_ranks is not None and not self._claimed:  # once for a trainer, which may fit, then test
+            claim(self.trainer, k)
+            self._claimed = True
 
     def setup(self, trainer: Trainer) -> None:
-        if self.virtual_ranks is not None:
-            self._claim(trainer, self.virtual_ranks)
+        if self.virtual_ranks is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._virtual = VirtualRanks(self._micro_batches, self.peers, self.module, self._layer_sync is not None)
+            self._step_values = StepValues(trainer, self.peers)
         Strategy.setup(self, trainer) if self.alone else super().setup(trainer)
 
-    def _claim(self, trainer: Trainer, virtual_ranks: int) -> None:
-        k = micro_batches_per_process(virtual_ranks, self.world_size)
-        if not self._claimed:  # once for a trainer, which may fit, then test
-            claim(trainer, k)
-            self._claimed = True
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._virtual = VirtualRanks(k, self.peers, self.module)
-            self._step_values = StepValues(trainer, self.peers)
+    @property
+    def _micro_batches(self) -> int:
+        """k, of a process in a step; 1 where there are no virtual ranks."""
+        return micro_batches_per_process(self.virtual_ranks, self.world_size) if self.virtual_ranks is not None else 1
 
     def _setup_model(self, model: Any) -> Any:
         if self.alone:
@@ -130,7 +132,8 @@ class ExactDDPStrategy(ExactEvaluation):
         if not self.shards_data:
             return dataloader
         stage = "train" if self.trainer.training else "predict" if self.trainer.predicting else "evaluate"
-        return self.sharder.share_out(dataloader, stage, self.trainer.current_epoch)
+        epoch = epoch_to_train(self.trainer) if stage == "train" else self.trainer.current_epoch
+        return self.sharder.share_out(dataloader, stage, epoch)
 
     # --- training ---
 
@@ -146,19 +149,36 @@ class ExactDDPStrategy(ExactEvaluation):
                 f"tail='exact' weighs unequal shares of one loader, and {len(loaders)} loaders feed this training: use"
                 " tail='pad', or drop_last=True"
             )
+        if self._virtual is not None:
+            shared_out = all(isinstance(scheduled(loader), TrainBatches) for loader in loaders)
+            self._virtual.refuse_at_start(shared_out, self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        index, batches = self.batches_begun - 1, self.train_batches
+        index = self.batches_begun - 1
         self.seed_draws("step", index)
         if self._virtual is not None:
             self._virtual.begin(index)
+        with nullcontext() if self._step_values is None else self._step_values.collected():
+            output = self._training_step(index, *args, **kwargs)
+        widen(self.trainer._results)
+        return output
+
+    def _training_step(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        batches = self.train_batches
         if batches is None or batches.equal or batches.counts(index)[self.global_rank]:
             return super().training_step(*args, **kwargs)
         with taken_back(self.module, self.trainer._results):  # a borrowed sample: it takes part with weight 0
             return super().training_step(*args, **kwargs)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._step_values is not None and self._step_values.collecting:  # logged with on_step and sync_dist
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         share = self._share_of_window()
+        if self._virtual is not None and self._ddp_kwargs.get("find_unused_parameters"):
+            self._virtual.before_backward(self.batches_begun - 1, closure_loss)
         loss = super().backward(closure_loss if share == 1.0 else closure_loss * share, optimizer, *args, **kwargs)
         if self._virtual is not None and self._step_values is not None:
             self._step_values.note(last=self._virtual.end(self.batches_begun - 1))
@@ -169,9 +189,9 @@ class ExactDDPStrategy(ExactEvaluation):
         if self.seeded_draws:
             trainer = self.trainer
             purpose = purpose if trainer.training else f"{trainer.state.stage} {purpose}"
-            rank = self.global_rank
-            if self._virtual is not None and trainer.training:
-                index, rank = self._virtual.step_and_rank(index)
+            # Evaluation too takes the batches of virtual ranks in turn.
+            k = self._micro_batches
+            index, rank = index // k, self.global_rank * k + index % k
             seed_step(self.sharder.seed, trainer.current_epoch, index, rank, purpose, self.root_device)
 
     def _share_of_window(self) -> float:
@@ -190,6 +210,17 @@ class ExactDDPStrategy(ExactEvaluation):
         samples = sum(sum(batches.counts(i)) for i in window)
         own = batches.counts(index)[self.global_rank]
         return accumulate * self.world_size * own / samples
+
+
+def epoch_to_train(trainer: Trainer) -> int:
+    """The epoch that comes next. Lightning begins to read the loaders of a resumed training while its own count is that
+    of the epoch which the checkpoint was saved at the end of, and corrects it thereafter (PL 21938, FAULTS 6)."""
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    total: Any = epochs.total
+    in_midst = loop.restarting and total.processed == total.completed == total.started - 1
+    after_last = in_midst and batches.is_last_batch and batches.total.completed == batches.total.ready - 1
+    return epochs.current.processed + after_last  # pyright: ignore[reportAttributeAccessIssue]
 
 
 StrategyRegistry.register("exact_ddp", ExactDDPStrategy, description="DDP with one schedule and exact evaluation")

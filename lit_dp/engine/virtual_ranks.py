@@ -10,9 +10,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.optim import Optimizer
 
 from lit_dp.collectives.hooks import CHOICES
 from lit_dp.engine.peers import Peers
@@ -48,6 +49,15 @@ class CarryStack:
             height += 1
         self._stack.append((height, gradients))
 
+    @torch.no_grad()
+    def lend_zeros(self, loss: Tensor) -> None:
+        """Make gradients of zeros for parameters that earlier micro-batches have used and the last one, of this `loss`,
+        does not: DDP counts a parameter as used if any micro-batch of a step has used it, and then wants a gradient."""
+        used = _leaves_of(loss)
+        for i, parameter in enumerate(self.parameters):
+            if id(parameter) not in used and any(gradients[i] is not None for _, gradients in self._stack):
+                parameter.grad = torch.zeros_like(parameter)
+
     def fold_bucket(self, bucket: GradBucket) -> None:
         """Add the stack to a bucket that holds the last micro-batch's gradients, in place."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -80,6 +90,19 @@ def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
+def _leaves_of(loss: Tensor) -> set[int]:
+    """`id` of every parameter that backward will reach."""
+    nodes, seen, leaves = [loss.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves.add(id(getattr(node, "variable", None)))  # AccumulateGrad's
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
 def _sum(older: Tensor | None, newer: Tensor | None) -> Tensor | None:
     """Their sum, in the older one's memory. Where a micro-batch does not use a parameter it has no gradient: DDP sends
     zeros for it, and so the sum is with zero, which makes a plus of a minus zero."""
@@ -94,43 +117,49 @@ class Buffers:
     0's, and what rank 0 makes of them is what remains.
 
     Args:
-        module: whose buffers they are.
+        module: whose buffers they are; a step may put new tensors in the place of old ones.
         world_size: processes.
     """
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
-        self.buffers, self.world_size = list(module.buffers()), world_size
-        self._at_start: list[Tensor] = []
-        self._of_first: list[Tensor] = []
+        self.module, self.world_size = module, world_size
+        self._at_start: dict[str, Tensor] = {}
+        self._of_first: dict[str, Tensor] = {}
 
     def begin(self, nth: int) -> None:
         """Before the nth micro-batch of a step on this process; every process calls it together."""
         if nth == 0:
             if self.world_size > 1:
-                for buffer in self.buffers:
+                for buffer in self.module.buffers():
                     dist.broadcast(buffer, src=0)
-            self._at_start = [buffer.clone() for buffer in self.buffers]
+            self._at_start = self._copied()
         else:
             self._set(self._at_start)
 
     def end(self, nth: int, of: int) -> None:
         """After the nth of k micro-batches has gone backward."""
         if nth == 0:
-            self._of_first = [buffer.clone() for buffer in self.buffers]
+            self._of_first = self._copied()
         if nth == of - 1 and of > 1:
             self._set(self._of_first)
 
+    def _copied(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
     @torch.no_grad()
-    def _set(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self.buffers, values, strict=True):
-            buffer.copy_(value)
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(values[name])
+
+
+LIMITS = (*(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), "val_check_interval")
 
 
 def claim(trainer: Trainer, k: int) -> None:
     """Make the trainer run k micro-batches a step, and count its limits in batches of a virtual rank.
 
     Raises:
-        ConfigError: accumulation is configured too.
+        ConfigError: accumulation is configured too, or by a callback, or a limit is a fraction.
     """
     asked = trainer.accumulate_grad_batches
     if asked != 1 or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # pyright: ignore
@@ -138,8 +167,17 @@ def claim(trainer: Trainer, k: int) -> None:
             f"virtual_ranks says what a step is, and accumulate_grad_batches (here {asked}) would say it again: leave"
             " it out, and give a step more samples by more virtual ranks or a larger batch_size"
         )
+    if k > 1 and any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):  # pyright: ignore
+        raise ConfigError(
+            "StochasticWeightAveraging sets accumulate_grad_batches for an epoch of its own, as virtual_ranks does:"
+            " use lightning.pytorch.callbacks.EMAWeightAveraging, or as many processes as virtual ranks"
+        )
+    for name in LIMITS:  # Lightning rounds a fraction of this process's micro-batches: it would end in midst of a step
+        limit = getattr(trainer, name)
+        if isinstance(limit, float) and limit not in (0.0, 1.0):
+            raise ConfigError(f"{name} {limit} is a fraction, and virtual_ranks counts batches: give a whole number")
     trainer.accumulate_grad_batches = k
-    for name in (*(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), "val_check_interval"):
+    for name in LIMITS:
         if isinstance(limit := getattr(trainer, name), int):
             setattr(trainer, name, limit * k)
 
@@ -151,27 +189,54 @@ class VirtualRanks:
         k: virtual ranks a process.
         peers: all processes.
         module: what is trained; not yet wrapped.
+        sync_batchnorm: whether the trainer is about to put SyncBatchNorm into it.
 
     Raises:
         ConfigError: the module cannot be trained so.
     """
 
-    def __init__(self, k: int, peers: Peers, module: LightningModule) -> None:
-        _refuse(module, k)
-        self.k, self.peers = k, peers
+    def __init__(self, k: int, peers: Peers, module: LightningModule, sync_batchnorm: bool = False) -> None:
+        _refuse(module, k, sync_batchnorm)
+        self.k, self.peers, self._next = k, peers, 0
         self.stack = CarryStack(module.parameters())
         self.buffers = Buffers(module, peers.world_size)
 
-    def step_and_rank(self, micro_batch: int) -> tuple[int, int]:
-        """The optimizer step of the epoch, and the virtual rank, that a micro-batch of this process is."""
-        step, nth = divmod(micro_batch, self.k)
-        return step, self.peers.rank * self.k + nth
+    def refuse_at_start(self, scheduled: bool, optimizers: list[Optimizer]) -> None:
+        """Raise ConfigError where k micro-batches would not be k virtual ranks.
+
+        Args:
+            scheduled: whether the schedule shares out every training loader.
+            optimizers: that take the steps.
+        """
+        if not scheduled:
+            raise ConfigError(
+                "virtual_ranks needs training loaders that it can share out: a DataLoader of a dataset with __len__ and"
+                " __getitem__ (no stream), without a DistributedSampler, and use_distributed_sampler at its default"
+            )
+        if self.k > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ConfigError(
+                f"LBFGS computes the loss of a step several times, and each process runs its {self.k} virtual ranks"
+                " once: use another optimizer, or as many processes as virtual ranks"
+            )
 
     def begin(self, micro_batch: int) -> None:
-        """Before the forward pass of a micro-batch."""
-        if micro_batch % self.k == 0:
+        """Before the forward pass of a micro-batch. Raises ConfigError where a step does not begin with its first."""
+        nth = micro_batch % self.k
+        if nth == 0:
             self.stack.clear()
-        self.buffers.begin(micro_batch % self.k)
+        elif nth != self._next:
+            raise ConfigError(
+                f"the training was resumed at micro-batch {micro_batch:,}, within a step of {self.k}: the checkpoint"
+                " was saved by another number of processes before its epoch was over; resume on as many as saved it, or"
+                " from checkpoints/last.ckpt"
+            )
+        self._next = (nth + 1) % self.k
+        self.buffers.begin(nth)
+
+    def before_backward(self, micro_batch: int, loss: Tensor) -> None:
+        """Between forward and backward, where DDP looks for unused parameters."""
+        if micro_batch % self.k == self.k - 1 and self.peers.world_size > 1:
+            self.stack.lend_zeros(loss)
 
     def end(self, micro_batch: int) -> bool:
         """After its backward pass; whether it was the step's last."""
@@ -205,10 +270,10 @@ def exchange_for(all_reduce: str, virtual_ranks: int | None) -> str:
     return TREES[0]
 
 
-def _refuse(module: LightningModule, k: int) -> None:
+def _refuse(module: LightningModule, k: int, sync_batchnorm: bool) -> None:
     if not module.automatic_optimization:
         raise ConfigError("virtual_ranks needs automatic optimization: a manual step cannot be cut into micro-batches")
-    if k > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+    if k > 1 and (sync_batchnorm or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())):
         raise ConfigError(
             f"SyncBatchNorm needs all virtual ranks at once, and each process runs {k} one after the other: use"
             " BatchNorm, or as many processes as virtual ranks"
