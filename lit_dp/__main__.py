@@ -2,17 +2,28 @@
 
 import re
 import sys
+from collections.abc import Callable
 
 LOST_PEER = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed", re.IGNORECASE)
 
 
 def main() -> None:
-    """Exit code 0, or 1 (the run failed), or 2 (what was typed or configured cannot work)."""
-    from lit_dp.cli import LitCLI
+    """Run the command that was typed."""
+
+    def run() -> None:
+        from lit_dp.cli import LitCLI
+
+        LitCLI()
+
+    guarded(run)
+
+
+def guarded(run: Callable[[], None]) -> None:
+    """Call `run`. Exit code 0, or 1 (the run failed), or 2 (what was typed or configured cannot work)."""
     from lit_dp.errors import ConfigError, RunError
 
     try:
-        LitCLI()
+        run()
     except ConfigError as error:
         sys.exit(_say(error, 2))
     except RunError as error:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from lit_dp.collectives.hooks import GradientExchange, register
+from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.loaders import follow
 from lit_dp.engine.parity import StepReport, sha256
 from lit_dp.engine.randomness import seed_step
@@ -83,7 +83,9 @@ def fit(
         module.to(device).train()
         module.log = module.log_dict = lambda *args, **kwargs: None  # there is no Trainer to log to
         model = DistributedDataParallel(
-            TrainingStep(module), device_ids=[device.index] if device.type == "cuda" else None
+            TrainingStep(module),
+            device_ids=[device.index] if device.type == "cuda" else None,
+            **bucket_limits(all_reduce, module, device),
         )
         exchange = register(model, all_reduce, device)
         optimizer, schedulers = optimizer_and_schedulers(module)
@@ -157,7 +159,8 @@ def sharded(loader: DataLoader, seed: int) -> tuple[DataLoader, DistributedSampl
     The seed must be equal on all ranks: the shards are disjoint because all ranks draw the same permutation and
     rank r takes every W-th sample of it, from the r-th on.
     """
-    sampler = DistributedSampler(loader.dataset, shuffle=True, seed=seed, drop_last=loader.drop_last)  # type: ignore
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    sampler = DistributedSampler(loader.dataset, shuffle=shuffle, seed=seed, drop_last=loader.drop_last)  # type: ignore
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -241,6 +244,12 @@ def main() -> None:
     cli = LitCLI(run=False)
     # As that strategy: its seeds of draws and its all-reduce, so that bits are equal
     exact = cli.trainer.strategy if isinstance(cli.trainer.strategy, ExactDDPStrategy) else None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if exact is not None and exact.virtual_ranks not in (None, world_size):
+        raise ConfigError(
+            f"virtual_ranks is {exact.virtual_ranks}, and {world_size} processes run: in this loop a rank is a process;"
+            f" torchrun --nproc-per-node {exact.virtual_ranks}"
+        )
 
     def report(epoch: int) -> None:
         share = accuracy(cli.model, cli.datamodule)
@@ -268,4 +277,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from lit_dp.__main__ import guarded
+
+    guarded(main)

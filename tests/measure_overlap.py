@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_dp.collectives.cluster import Cluster
@@ -33,7 +34,7 @@ def model_for(kind: str) -> DistributedDataParallel:
     if kind == "blocking":
         exchange = GradientExchange("halving_doubling", torch.device("cpu"))
 
-        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             future = exchange.hook(state, bucket)
             future.wait()
             return future

@@ -70,7 +70,7 @@ def test_call_past_the_wrapper_is_found_in_the_first_gradients() -> None:
 
 
 def test_sampler_seeded_per_rank_is_found_in_the_first_loss_of_the_other_rank() -> None:
-    loop = faulty_copy(raw_ddp, "shuffle=True, seed=seed,", "shuffle=True, seed=seed + dist.get_rank(),")
+    loop = faulty_copy(raw_ddp, "shuffle=shuffle, seed=seed,", "shuffle=shuffle, seed=seed + dist.get_rank(),")
     difference, _, _ = compare(Job(), 2, loop)
     assert difference == Difference(step=0, tensor="losses/0", ranks=(1,))
 

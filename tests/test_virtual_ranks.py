@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dp import raw_ddp
-from lit_dp.engine import virtual_ranks
+from lit_dp.engine import carry_stack
+from lit_dp.engine.carry_stack import CarryStack
 from lit_dp.engine.parity import Trace, first_difference, sha256
 from lit_dp.engine.strategy import ExactDDPStrategy
-from lit_dp.engine.virtual_ranks import CarryStack
 from lit_dp.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.training import Job, adamw, cosine, quiet_trainer, through_lightning, through_raw_loop
@@ -105,7 +105,7 @@ def _push_in_order_of_arrival(stack: CarryStack) -> None:
     for p in stack.parameters:
         p.grad = None
     if stack._stack:
-        gradients = [virtual_ranks._sum(a, b) for a, b in zip(stack._stack.pop()[1], gradients, strict=True)]
+        gradients = [carry_stack._sum(a, b) for a, b in zip(stack._stack.pop()[1], gradients, strict=True)]
     stack._stack.append((0, gradients))
 
 

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,11 +38,14 @@ class GradientExchange:
         algorithm: how ranks exchange.
         device: where gradients are.
         fold: called with each bucket, in backward's thread, before it is exchanged; may add to it in place.
+        timeout: after which an exchange that not all ranks joined is an error; torch's default is half an hour.
     """
 
-    def __init__(self, algorithm: str, device: torch.device, fold: Fold | None = None) -> None:
+    def __init__(
+        self, algorithm: str, device: torch.device, fold: Fold | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.algorithm, self.fold = Algorithm(algorithm), fold
-        self.group: Any = dist.new_group()
+        self.group: Any = dist.new_group(timeout=timeout)
         self.device = device
         self._worker = ThreadPoolExecutor(1, "all-reduce") if device.type == "cpu" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -80,7 +84,11 @@ class GradientExchange:
 
 
 def register(
-    model: DistributedDataParallel, name: str, device: torch.device, fold: Fold | None = None
+    model: DistributedDataParallel,
+    name: str,
+    device: torch.device,
+    fold: Fold | None = None,
+    timeout: timedelta | None = None,
 ) -> GradientExchange | PowerSGDState | None:
     """Make `model` reduce its gradients as `name` says; all ranks call it, once, before the first backward.
 
@@ -93,13 +101,15 @@ def register(
         model.register_comm_hook(None, bf16_compress_hook)  # pyright: ignore[reportArgumentType]
     elif name == "powersgd":
         # A group of its own: on gloo its chained exchanges would mix with other collectives of the default group.
-        state = PowerSGDState(process_group=dist.new_group(), matrix_approximation_rank=1, start_powerSGD_iter=10)  # type: ignore
+        state = PowerSGDState(
+            process_group=dist.new_group(timeout=timeout), matrix_approximation_rank=1, start_powerSGD_iter=10
+        )  # type: ignore
         model.register_comm_hook(state, powerSGD_hook)
         # see bucket_limits: it is not for unused parameters that DDP looks for them
         warnings.filterwarnings("ignore", ".*find_unused_parameters=True was specified")
         return state
     elif name != Algorithm.native.value or fold is not None:
-        exchange = GradientExchange(name, device, fold)
+        exchange = GradientExchange(name, device, fold, timeout)
         model.register_comm_hook(None, exchange.hook)
         return exchange
     return None

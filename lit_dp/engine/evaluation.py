@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -161,8 +162,14 @@ def level_buffers(module: nn.Module) -> None:
     DDP does so before a forward pass in training only. BatchNorm's running statistics differ between ranks until then,
     and metrics would depend on which rank a sample is evaluated on (FAULTS 21).
     """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():  # one message a dtype: BatchNorm alone has three buffers a layer
+        together = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        dist.broadcast(together, src=0)
+        for buffer, piece in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+            buffer.detach().copy_(piece.view_as(buffer))
 
 
 def _is_reduced(result: Any) -> bool:

@@ -107,7 +107,7 @@ class ExactDDPStrategy(ExactEvaluation):
             super()._register_ddp_hooks()
             return
         fold = self._virtual.stack.fold_bucket if self._virtual is not None else None
-        self.exchange = register(self.model, self.all_reduce, self.root_device, fold)  # pyright: ignore
+        self.exchange = register(self.model, self.all_reduce, self.root_device, fold, self._timeout)  # pyright: ignore
 
     def teardown(self) -> None:
         if isinstance(self.exchange, GradientExchange):
