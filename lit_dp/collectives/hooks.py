@@ -2,6 +2,7 @@
 
 import contextvars
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lit_dp.collectives.algorithms import Algorithm, all_reduce
 
 Fold = Callable[[GradBucket], None]
+LANES = 2
 COMPRESSIONS = ("fp16", "bf16", "powersgd")
 CHOICES = (*Algorithm.__members__, *COMPRESSIONS)
 """What `all_reduce` may be: an algorithm, or one of torch's compressions of the backend's own algorithm."""
@@ -29,7 +31,7 @@ class GradientExchange:
     """A hook that sums every bucket over the ranks by a named algorithm and divides by their number.
 
     Buckets are exchanged in the order in which backward completes them, the same on all ranks, while backward goes on:
-    on a CPU by a thread of its own with a process group of its own, so that the messages of other collectives do not
+    on a CPU in lanes, each a thread with a process group of its own, so that the messages of other collectives do not
     come between; on CUDA on a stream of its own.
 
     All ranks build it together.
@@ -44,43 +46,68 @@ class GradientExchange:
     def __init__(
         self, algorithm: str, device: torch.device, fold: Fold | None = None, timeout: timedelta | None = None
     ) -> None:
-        self.algorithm, self.fold = Algorithm(algorithm), fold
-        self.group: Any = dist.new_group(timeout=timeout)
-        self.device = device
-        self._worker = ThreadPoolExecutor(1, "all-reduce") if device.type == "cpu" else None
+        self.algorithm, self.fold, self.device = Algorithm(algorithm), fold, device
+        # Half a bucket a lane: while one of them adds, the other keeps the link busy.
+        lanes = LANES if device.type == "cpu" else 1
+        self.groups: list[Any] = [dist.new_group(timeout=timeout) for _ in range(lanes)]
+        self._workers = [ThreadPoolExecutor(1, "all-reduce") for _ in range(lanes)] if device.type == "cpu" else []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """What DDP calls for every bucket; the future's tensor is the bucket's buffer, holding the mean."""
         if self.fold is not None:
             self.fold(bucket)
-        if self._worker is None:
-            return self._on_stream(bucket.buffer())
-        future: Future[Tensor] = Future()
-        self._worker.submit(contextvars.copy_context().run, self._complete, future, bucket.buffer())
-        return future
+        if self._stream is not None:
+            return self._on_stream(bucket.buffer(), self._stream)
+        pieces = bucket.buffer().chunk(len(self._workers))
+        completion = _Completion(bucket.buffer(), len(pieces))
+        for piece, worker, group in zip(pieces, self._workers, self.groups, strict=False):
+            worker.submit(contextvars.copy_context().run, self._complete, completion, piece, group)
+        return completion.future
 
     def close(self) -> None:
-        """Wait for what is under way and end the thread."""
-        if self._worker is not None:
-            self._worker.shutdown()
+        """Wait for what is under way and end the threads."""
+        for worker in self._workers:
+            worker.shutdown()
 
-    def _complete(self, future: Future[Tensor], buffer: Tensor) -> None:
+    def _complete(self, completion: "_Completion", piece: Tensor, group: Any) -> None:
         try:
-            future.set_result(self._mean(buffer))
+            self._mean(piece, group)
         except Exception as error:  # whatever it is, backward must not wait for ever
-            future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's stub is wrong
+            completion.fail(error)
+        else:
+            completion.one_done()
 
-    def _on_stream(self, buffer: Tensor) -> Future[Tensor]:
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+    def _on_stream(self, buffer: Tensor, stream: torch.cuda.Stream) -> Future[Tensor]:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         future: Future[Tensor] = Future(devices=[self.device])
-        with torch.cuda.stream(self._stream):  # the future notes the stream that it is completed on
-            future.set_result(self._mean(buffer))
+        with torch.cuda.stream(stream):  # the future notes the stream that it is completed on
+            future.set_result(self._mean(buffer, self.groups[0]))
         return future
 
-    def _mean(self, buffer: Tensor) -> Tensor:
-        return all_reduce(buffer, self.algorithm.value, self.group).div_(self.group.size())
+    def _mean(self, piece: Tensor, group: Any) -> Tensor:
+        return all_reduce(piece, self.algorithm.value, group).div_(group.size())
+
+
+class _Completion:
+    """A future of a bucket that is done when all its pieces are, or when the first of them failed."""
+
+    def __init__(self, buffer: Tensor, pieces: int) -> None:
+        self.future: Future[Tensor] = Future()
+        self._buffer, self._left, self._lock = buffer, pieces, threading.Lock()
+
+    def one_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            done = self._left == 0
+        if done:
+            self.future.set_result(self._buffer)
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            first, self._left = self._left > 0, -1  # never 0 again
+        if first:
+            self.future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's stub is wrong
 
 
 def register(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +33,7 @@ class Traffic:
     uncounted: int = 0
 
 
+_counting = threading.Lock()  # lanes of a gradient exchange count into the same block
 _counters: ContextVar[tuple[Traffic, ...]] = ContextVar("_counters", default=())
 
 
@@ -88,17 +90,19 @@ class Wire:
         Several messages from one rank to another in one step arrive in the order of both lists.
         """
         self.rest(steps=1)
-        for traffic in self._counters:
-            traffic.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-            traffic.messages_sent += sum(tensor.numel() > 0 for _, tensor in sends)
+        with _counting:
+            for traffic in self._counters:
+                traffic.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+                traffic.messages_sent += sum(tensor.numel() > 0 for _, tensor in sends)
         posts = [*self._posts(dist.irecv, receives), *self._posts(dist.isend, sends)]
         for work in dist.batch_isend_irecv(posts) if posts else ():
             work.wait()
 
     def rest(self, steps: int) -> None:
         """Nothing to do for `steps` steps."""
-        for traffic in self._counters:
-            traffic.steps += steps
+        with _counting:
+            for traffic in self._counters:
+                traffic.steps += steps
 
     def backend_all_reduce(self, x: Tensor) -> None:
         """The backend's own algorithm. What it sends is not known here."""

@@ -59,7 +59,9 @@ def plan_rows(
             rows.append(("training", f"{epochs:,} epochs x {steps:,} = {epochs * steps:,} steps"))
     for optimizer in trainer.strategy.optimizers:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-        rows.append(("learning rate", f"{', '.join(f'{rate:.4g}' for rate in rates)} ({type(optimizer).__name__})"))
+        rows.append(
+            ("learning rate", f"{', '.join(f'{rate:.4g}' for rate in rates)} at the start ({type(optimizer).__name__})")
+        )
     rows += [("lr schedule", _schedule(entry, epochs, steps)) for entry in trainer.strategy.lr_scheduler_configs]
     if placement.world_size > 1:
         total, buckets = gradient_buckets(module)
