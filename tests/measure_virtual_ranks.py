@@ -3,7 +3,7 @@
     python -m tests.measure_virtual_ranks [repetitions] [steps]        # on a quiet machine
     python -m tests.measure_virtual_ranks memory
 
-V = 8 on W = 1, 2 and 4 processes of one thread, k = 8 / W micro-batches of 16 images a step, through lit_dp.Trainer. A
+V = 8 on W = 1, 2, 4 and 8 processes of one thread, k = 8 / W micro-batches of 16 images a step, through lit_dp.Trainer. A
 repetition is one training of each kind, in an order that alternates; the first five steps are not counted.
 """
 
@@ -96,7 +96,7 @@ def main(repetitions: int, steps: int) -> None:
     versions = f"torch {torch.__version__}, lightning {lightning.__version__}, {os.cpu_count()} cores"
     print(f"{versions}; {repetitions} x {steps} steps, milliseconds a step; median [quartiles]")
     print(f"| k | W | {' | '.join(KINDS)} | ratio |")
-    for world_size in (1, 2, 4):
+    for world_size in (1, 2, 4, 8):
         k = VIRTUAL_RANKS // world_size
         milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for repetition in range(repetitions):

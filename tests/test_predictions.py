@@ -120,7 +120,7 @@ def shapes(folder: Path, world_size: int) -> None:
             assert [path.name for path in here.iterdir()] == ["predictions.csv"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_sample_once_in_the_datasets_order(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, shapes, tmp_path, world_size)
 
