@@ -3,8 +3,8 @@
     python -m tests.measure_virtual_ranks [repetitions] [steps]        # on a quiet machine
     python -m tests.measure_virtual_ranks memory
 
-V = 8 on W = 1, 2, 4 and 8 processes of one thread, k = 8 / W micro-batches of 16 images a step, through lit_dp.Trainer. A
-repetition is one training of each kind, in an order that alternates; the first five steps are not counted.
+V = 8 on W = 1, 2, 4 and 8 processes of one thread, k = 8 / W micro-batches of 16 images a step, through lit_dp.Trainer.
+A repetition is one training of each kind, in an order that alternates; the first five steps are not counted.
 """
 
 import itertools
