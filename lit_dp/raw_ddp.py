@@ -18,12 +18,11 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.loaders import follow
+from lit_dp.engine.optimizers import optimizer_and_schedulers, step_schedulers
 from lit_dp.engine.parity import StepReport, sha256
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import AsGiven
@@ -184,34 +183,6 @@ def correction(index: int, accumulate: int, loader: DataLoader, sampler: Distrib
     window_start = index // accumulate * accumulate * batch_size
     window = min(accumulate * batch_size, samples - window_start)
     return accumulate * min(batch_size, samples - index * batch_size) / window
-
-
-def optimizer_and_schedulers(module: LightningModule) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """What `configure_optimizers` returned, in one shape.
-
-    Raises:
-        ConfigError: several optimizers, or a scheduler that follows a metric: this loop is for the plain case.
-    """
-    configured: Any = module.configure_optimizers()
-    if isinstance(configured, dict):
-        optimizers, schedulers = [configured["optimizer"]], [configured.get("lr_scheduler")]
-    elif isinstance(configured, tuple):
-        optimizers, schedulers = configured
-    else:
-        optimizers, schedulers = [configured] if isinstance(configured, Optimizer) else configured, []
-    if len(optimizers) != 1:
-        raise ConfigError(f"raw_ddp trains with one optimizer; configure_optimizers returned {len(optimizers)}")
-    entries = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
-    if any("monitor" in entry or not isinstance(entry["scheduler"], LRScheduler) for entry in entries):
-        raise ConfigError("raw_ddp steps schedulers per epoch or per step; this one follows a metric")
-    return optimizers[0], entries
-
-
-def step_schedulers(schedulers: list[dict[str, Any]], interval: str) -> None:
-    """Advance the schedulers that count in `interval` ("epoch", the default of Lightning, or "step")."""
-    for entry in schedulers:
-        if entry.get("interval", "epoch") == interval:
-            entry["scheduler"].step()
 
 
 def accuracy(module: LightningModule, datamodule: LightningDataModule) -> float:
