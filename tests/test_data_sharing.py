@@ -338,7 +338,7 @@ def refusal(build: Callable[[], Any], strategy: Any = None, **trainer: Any) -> s
     return ""
 
 
-def refused(world_size: int, build: Callable[[], Any], *parts: str, strategy: Any = None) -> None:
+def assert_refused(world_size: int, build: Callable[[], Any], *parts: str, strategy: Any = None) -> None:
     for message in run_ranks(world_size, refusal, build, strategy):
         assert "ConfigError" in message
         for part in parts:
@@ -346,12 +346,12 @@ def refused(world_size: int, build: Callable[[], Any], *parts: str, strategy: An
 
 
 def test_drop_last_that_leaves_nothing_is_refused() -> None:
-    refused(2, lambda: DataLoader(Numbers(5), 4, drop_last=True), "4 x 2 ranks = 8", "at most 2")
+    assert_refused(2, lambda: DataLoader(Numbers(5), 4, drop_last=True), "4 x 2 ranks = 8", "at most 2")
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    refused(2, lambda: DataLoader(Numbers(0), 4), "empty")
-    refused(2, lambda: DataLoader(Numbers(), batch_sampler=[]), "empty")
+    assert_refused(2, lambda: DataLoader(Numbers(0), 4), "empty")
+    assert_refused(2, lambda: DataLoader(Numbers(), batch_sampler=[]), "empty")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_exact_tail(samples: int, last: list[list[int]]) -> None:
 def test_exact_tail_of_several_loaders_is_refused() -> None:
     """Weights of the last step are known for one loader only."""
     loaders = lambda: [DataLoader(Numbers(9), 4), DataLoader(Numbers(9), 4)]  # noqa: E731
-    refused(2, loaders, "tail", "pad", strategy=exact(tail="exact"))
+    assert_refused(2, loaders, "tail", "pad", strategy=exact(tail="exact"))
 
 
 # --- several loaders ---
@@ -404,7 +404,7 @@ def test_a_list_of_loaders() -> None:
 @pytest.mark.parametrize("loader", [[torch.zeros(1)], [torch.tensor([i]) for i in range(4)]])
 def test_a_list_of_batches_is_refused(loader: list[Tensor]) -> None:
     """Lightning takes each element for a loader of its own."""
-    refused(2, lambda: loader, "Tensor", "DataLoader")
+    assert_refused(2, lambda: loader, "Tensor", "DataLoader")
 
 
 class Batches:
@@ -423,7 +423,7 @@ class ShardedBatches(Batches):
 
 
 def test_an_iterable_that_is_no_data_loader() -> None:
-    refused(2, Batches, "Batches is no torch DataLoader", "shard(index, count)")
+    assert_refused(2, Batches, "Batches is no torch DataLoader", "shard(index, count)")
     ranks = run_ranks(2, read, ShardedBatches, None, 1)
     assert ranks[0] == [[[0], [2], [4], [6]]]
     assert ranks[1] == [[[1], [3], [5], [7]]]

@@ -122,7 +122,8 @@ def shapes(folder: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_sample_once_in_the_datasets_order(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, shapes, tmp_path, world_size)
+    checked = run_ranks(world_size, shapes, tmp_path, world_size)
+    assert len(checked) == world_size  # each has compared every file; a difference is RankFailed
 
 
 @pytest.mark.parametrize("strategy", ["exact_ddp", "ddp"])
@@ -136,8 +137,8 @@ def run_with(folder: Path, loaders: Any, options: dict[str, Any]) -> list[Path]:
     return predict(folder, loaders, **options)
 
 
-def kinds_of_loaders(folder: Path) -> None:
-    """More than one rank reads each of these, in any order, and some ranks nothing."""
+def kinds_of_loaders(folder: Path) -> int:
+    """More than one rank reads each of these, in any order, and some ranks nothing; how many were compared."""
     data = Numbers(9)
     cases = {
         "drop_last": (DataLoader(data, 4, drop_last=True), range(9)),
@@ -153,15 +154,17 @@ def kinds_of_loaders(folder: Path) -> None:
         assert table(file) == right(indices), name
     (file,) = predict(folder / "limit", DataLoader(data, 2), limit_predict_batches=1)
     assert table(file) == right(range(4))
+    return len(cases) + 1
 
 
 @pytest.mark.filterwarnings("ignore:Your `predict_dataloader`.s sampler has shuffling")
 @pytest.mark.filterwarnings("ignore:You are using a custom batch sampler")
 def test_any_loader(tmp_path: Path) -> None:
-    run_ranks(2, kinds_of_loaders, tmp_path)
+    assert run_ranks(2, kinds_of_loaders, tmp_path) == [8, 8]
 
 
-def kinds_of_predictions(folder: Path) -> None:
+def kinds_of_predictions(folder: Path) -> int:
+    """How many kinds were compared."""
     loader = DataLoader(Numbers(5), 2)
     thirds = torch.stack([torch.tensor(i / 3) for i in range(5)])
     (file,) = predict(folder / "rows", loader, rows)
@@ -177,11 +180,12 @@ def kinds_of_predictions(folder: Path) -> None:
     assert torch.load(file)["prediction"].equal(thirds[:, None].repeat(1, 3))
     assert predict(folder / "nothing", loader, lambda _: None) == []
     assert list((folder / "nothing").iterdir()) == []
+    return 4
 
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
 def test_any_prediction(tmp_path: Path) -> None:
-    run_ranks(2, kinds_of_predictions, tmp_path)
+    assert run_ranks(2, kinds_of_predictions, tmp_path) == [4, 4]
 
 
 def test_a_file_a_loader(tmp_path: Path) -> None:

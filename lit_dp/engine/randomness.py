@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from lit_dp.engine.wrapping import Wrapping
+
 
 def derive(*key: int | str) -> int:
     """A 63-bit seed from a key: equal keys give equal seeds, different keys unrelated ones (BLAKE2b)."""
@@ -104,7 +106,7 @@ def begin_sample(index: Any, purpose: str = "read") -> None:
         seed_all(derive(*_key, index, purpose))
 
 
-class SeededDataset(Dataset[Any]):
+class SeededDataset(Wrapping, Dataset[Any]):
     """A dataset whose draws depend on (seed, epoch, sample index) only. Everything else is the inner dataset's.
 
     Where that reads whole batches (`__getitems__`) it calls `begin_sample` before it draws for a sample; if it does
@@ -116,14 +118,6 @@ class SeededDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "__getstate__", "__setstate__"):  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
 
     def __getitem__(self, index: Any) -> Any:
         with self._keyed(index):

@@ -14,10 +14,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lit_dp.engine.loaders import copy_with
 from lit_dp.engine.peers import Peers
+from lit_dp.engine.wrapping import Wrapping
 from lit_dp.errors import ConfigError, RunError
 
 
-class ShardedStream(IterableDataset[Any]):
+class ShardedStream(Wrapping, IterableDataset[Any]):
     """An iterable dataset of which every reader (process x loader worker) gets a part of its own.
 
     Args:
@@ -30,14 +31,6 @@ class ShardedStream(IterableDataset[Any]):
 
     def __init__(self, inner: Any, rank: int, world_size: int) -> None:
         self.__dict__.update(inner=inner, rank=rank, world_size=world_size, _asked_at_start=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "__getstate__", "__setstate__"):  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
 
     def place(self) -> "_Place":
         info = get_worker_info()
