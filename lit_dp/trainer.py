@@ -10,10 +10,13 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lit_dp.engine import launch
+from lit_dp.engine.checkpoints import LastCheckpoint
 from lit_dp.engine.exchange_state import ExchangeState
 from lit_dp.engine.guards import MonitoredValues
+from lit_dp.engine.logged_state import LoggedState
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
+from lit_dp.engine.resume import Resume
 from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
@@ -60,7 +63,9 @@ class Trainer(pl.Trainer):
         self.cpu_threads = f"{threads} ({why})"
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
-            kwargs["callbacks"] = [MonitoredValues(), ExchangeState(), *_as_list(kwargs.get("callbacks"))]
+            own = [MonitoredValues(), ExchangeState(), Resume(), LoggedState()]
+            callbacks = [*own, *_as_list(kwargs.get("callbacks"))]
+            kwargs["callbacks"] = sorted(callbacks, key=lambda c: not isinstance(c, LastCheckpoint))
         try:
             super().__init__(
                 accelerator=accelerator,

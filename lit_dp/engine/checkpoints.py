@@ -1,10 +1,15 @@
 """Which checkpoints a run keeps: the best one and the last one."""
 
+import os
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+
+from lit_dp.engine.position import Moment
+from lit_dp.engine.resume import Resume
+from lit_dp.errors import ConfigError
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -28,6 +33,55 @@ class BestCheckpoint(ModelCheckpoint):
         return tie or super().check_monitor_top_k(trainer, current)
 
 
-def last_checkpoint() -> ModelCheckpoint:
-    """Keeps checkpoints/last.ckpt. ModelCheckpoint(save_last=True) would write it only when a new best was found."""
-    return ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+class LastCheckpoint(Callback):
+    """Keeps `checkpoints/last.ckpt` in the run folder. It is saved between two steps, when everything that belongs to
+    the last one is over (validation, schedulers, logging): a run goes on from it as if it had not been stopped.
+
+    Args:
+        every_n_steps: optimizer steps between two saves; None saves when an epoch is over, as is done in any case.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(f"last.every_n_steps is {every_n_steps}: give 1 or more, or leave it out")
+        self.every_n_steps = every_n_steps
+        self._path: str | None = None
+        self._saved_at = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._path, self._saved_at = last_path(trainer), trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        steps = trainer.global_step
+        if steps == self._saved_at or batch_idx % trainer.accumulate_grad_batches:
+            return
+        if batch_idx == 0 or (self.every_n_steps is not None and steps % self.every_n_steps == 0):
+            self.save(trainer, "step")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Comes before other callbacks' (see Trainer): one may put averaged weights in the place of trained ones."""
+        if trainer.global_step != self._saved_at:
+            self.save(trainer, "other")
+
+    def save(self, trainer: Trainer, moment: Moment) -> None:
+        """On all ranks, where nothing of a step is under way; `moment` says what comes next."""
+        assert self._path is not None, "on_train_start comes first"
+        save(trainer, self._path, moment)
+        self._saved_at = trainer.global_step
+
+
+def last_path(trainer: Trainer) -> str:
+    """Of the last checkpoint; on all ranks: rank 0's folder is broadcast."""
+    return os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints", "last.ckpt")
+
+
+def save(trainer: Trainer, path: str, moment: Moment) -> None:
+    """Save a checkpoint that says what comes next. All ranks call it, between two steps or within a validation."""
+    resume = next((c for c in trainer.callbacks if isinstance(c, Resume)), None)  # pyright: ignore
+    if resume is not None:
+        resume.moment = moment
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        if resume is not None:
+            resume.moment = "other"

@@ -94,6 +94,8 @@ class Ledger(Callback):
             self._take(loader, tally, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._tallies and self._restored:  # resumed after the last batch
+            self._begin(trainer, 0)
         for number, (loader, tally) in enumerate(zip(self._loaders, self._tallies, strict=True)):
             which = number if len(self._loaders) > 1 else None
             account = _account(trainer, loader, _reduced(trainer, tally), which)
@@ -105,7 +107,8 @@ class Ledger(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """On all ranks, as Trainer.save_checkpoint."""
         tallies = [asdict(_reduced(trainer, tally)) for tally in self._tallies]
-        checkpoint[STATE] = {"epoch": trainer.current_epoch, "tallies": tallies}
+        micro_batches = int(trainer.accumulate_grad_batches)
+        checkpoint[STATE] = {"epoch": trainer.current_epoch, "tallies": tallies, "micro_batches": micro_batches}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._restored = checkpoint.get(STATE, {})
@@ -116,7 +119,9 @@ class Ledger(Callback):
         known = self._restored.get("tallies", []) if self._restored.get("epoch") == trainer.current_epoch else []
         if len(known) == len(self._tallies):  # rank 0 takes over what all ranks had counted
             mine = {} if trainer.is_global_zero else {"counts": _NONE, "blind": 0, "descents": 0}
-            self._tallies = [Tally(**{**state, **mine, "taken": 0}) for state in known]
+            now, then = int(trainer.accumulate_grad_batches), self._restored.get("micro_batches", 1)
+            taken = [{name: state[name] * now // then for name in ("batches", "taken")} for state in known]
+            self._tallies = [Tally(**{**state, **mine, **of}) for state, of in zip(known, taken, strict=True)]
         elif batch_idx:  # resumed from a checkpoint without an account
             self._tallies = [Tally(tally.samples, batches=batch_idx, blind=batch_idx) for tally in self._tallies]
         self._restored = {}

@@ -71,6 +71,10 @@ class Draw:
 class TrainBatches(Sampler[Any]):
     """This process's micro-batches of every step of an epoch, in order.
 
+    Attributes:
+        start: micro-batches that the next iteration leaves out, since a training that is resumed has taken them; whole
+            steps.
+
     Args:
         schedule: its `samples` are the elements of a draw; for a custom draw they are taken anew every epoch.
         share: what of it this process reads.
@@ -80,7 +84,7 @@ class TrainBatches(Sampler[Any]):
 
     def __init__(self, schedule: Schedule, share: Share, draw: Draw | None = None, batched: bool = True) -> None:
         self.schedule, self.share, self.draw, self.batched = schedule, share, draw, batched
-        self.epoch = self.start_step = 0
+        self.epoch = self.start = 0
 
     @property
     def sampler(self) -> "TrainBatches":
@@ -91,15 +95,16 @@ class TrainBatches(Sampler[Any]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Micro-batches of this process in an epoch."""
-        return (self.schedule.steps_per_epoch - self.start_step) * len(self.share.virtual_ranks)
+        """Micro-batches of this process in an epoch, wherever it starts."""
+        return self.schedule.steps_per_epoch * len(self.share.virtual_ranks)
 
     def __iter__(self) -> Iterator[Any]:
         # Drawn here and not at the first `next`: all ranks come by here together, and a draw may need all of them.
         elements = self.draw(self.epoch) if self.draw is not None else None
         if elements is not None:
             self.schedule = replace(self.schedule, samples=max(1, len(elements)), shuffle=False)
-        steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, self.start_step)
+        start, self.start = self.start // len(self.share.virtual_ranks), 0
+        steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, start)
         return (batch for _, _, positions in steps for batch in self._batches(positions, elements))
 
     @property
@@ -108,9 +113,9 @@ class TrainBatches(Sampler[Any]):
         return self.schedule.tail != "exact" or self.schedule.samples % self.schedule.virtual_ranks == 0
 
     def counts(self, micro_batch: int) -> list[int]:
-        """Samples of every process in the micro-batch of this index, W numbers."""
+        """Samples of every process in the micro-batch of this index in the epoch, W numbers."""
         step, nth = divmod(micro_batch, len(self.share.virtual_ranks))
-        of_virtual_rank = self.schedule.step_counts(self.start_step + step)
+        of_virtual_rank = self.schedule.step_counts(step)
         return of_virtual_rank[nth :: len(self.share.virtual_ranks)]
 
     def _batches(self, positions: Tensor, elements: list[Any] | None) -> Iterator[Any]:
@@ -192,12 +197,16 @@ class EvalBatches(Sampler[Any]):
 class AsGiven(Sampler[Any]):
     """What a sampler reads that shares out by itself (a DistributedSampler), with the epoch told to what it yields.
 
+    Attributes:
+        start: as in TrainBatches.
+
     Args:
         inner: a loader's batch sampler, or its sampler where the loader does not batch.
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.epoch = inner, 0
+        self.inner = inner
+        self.epoch = self.start = 0
 
     @property
     def sampler(self) -> "AsGiven":
@@ -214,7 +223,8 @@ class AsGiven(Sampler[Any]):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return (tag(element, self.epoch) for element in self.inner)
+        start, self.start = self.start, 0
+        return (tag(element, self.epoch) for element in itertools.islice(self.inner, start, None))
 
 
 def shares_by_itself(sampler: Any) -> bool:

@@ -33,8 +33,15 @@ class Sharder(NamedTuple):
     seeded_draws: bool
     virtual_ranks: int | None = None
 
-    def share_out(self, loader: Any, stage: Stage, epoch: int) -> Any:
+    def share_out(self, loader: Any, stage: Stage, epoch: int, taken: int = 0) -> Any:
         """This process's part of `loader`. Every rank calls it, for the same loaders in the same order.
+
+        Args:
+            loader: the user's.
+            stage: what it is read for.
+            epoch: that is read first.
+            taken: batches of it that this process has taken already, before a resume; a loader without a schedule does
+                not leave them out.
 
         Raises:
             ConfigError: it cannot be shared out, or the ranks do not see the same dataset.
@@ -47,6 +54,9 @@ class Sharder(NamedTuple):
         require_same_dataset(loader.dataset, STAGE_NAMES[stage], self.peers)
         batches = self._batches(loader, stage)
         batches.set_epoch(epoch)
+        if taken and not isinstance(batches, EvalBatches):
+            # The loader is read anew from its beginning where it is cycled beside a longer one.
+            batches.start = taken if taken <= len(batches) else taken % len(batches)
         return follow(loader, batches, self.seed if self.seeded_draws else None)
 
     def _batches(self, loader: DataLoader[Any], stage: Stage) -> TrainBatches | EvalBatches | AsGiven:

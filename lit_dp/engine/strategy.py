@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.evaluation import ExactEvaluation, scheduled
 from lit_dp.engine.metric_states import taken_back, widen
+from lit_dp.engine.position import Position, move, next_to_read
 from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
@@ -64,6 +65,7 @@ class ExactDDPStrategy(ExactEvaluation):
         self._claimed = False
         self.exchange: Any = None
         self.shards_data = True  # False where the user shares loaders out (Trainer's use_distributed_sampler=False)
+        self.resumed: Position | None = None  # of the checkpoint that the training goes on from
         self._sharder: Sharder | None = None
 
     # --- processes ---
@@ -132,8 +134,11 @@ class ExactDDPStrategy(ExactEvaluation):
         if not self.shards_data:
             return dataloader
         stage = "train" if self.trainer.training else "predict" if self.trainer.predicting else "evaluate"
-        epoch = epoch_to_train(self.trainer) if stage == "train" else self.trainer.current_epoch
-        return self.sharder.share_out(dataloader, stage, epoch)
+        epoch, taken = next_to_read(self.trainer) if stage == "train" else (self.trainer.current_epoch, 0)
+        loader = self.sharder.share_out(dataloader, stage, epoch, taken)
+        if self.resumed is not None and taken:
+            move(self.trainer, self.resumed, loader)
+        return loader
 
     # --- training ---
 
@@ -210,17 +215,6 @@ class ExactDDPStrategy(ExactEvaluation):
         samples = sum(sum(batches.counts(i)) for i in window)
         own = batches.counts(index)[self.global_rank]
         return accumulate * self.world_size * own / samples
-
-
-def epoch_to_train(trainer: Trainer) -> int:
-    """The epoch that comes next. Lightning begins to read the loaders of a resumed training while its own count is that
-    of the epoch which the checkpoint was saved at the end of, and corrects it thereafter (PL 21938, FAULTS 6)."""
-    loop = trainer.fit_loop
-    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
-    total: Any = epochs.total
-    in_midst = loop.restarting and total.processed == total.completed == total.started - 1
-    after_last = in_midst and batches.is_last_batch and batches.total.completed == batches.total.ready - 1
-    return epochs.current.processed + after_last  # pyright: ignore[reportAttributeAccessIssue]
 
 
 StrategyRegistry.register("exact_ddp", ExactDDPStrategy, description="DDP with one schedule and exact evaluation")
