@@ -1,10 +1,12 @@
 """Which checkpoints a run keeps: the best one and the last one."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from lit_dp.engine.position import Moment
@@ -63,11 +65,12 @@ class LastCheckpoint(Callback):
         if trainer.global_step != self._saved_at:
             self.save(trainer, "other")
 
-    def save(self, trainer: Trainer, moment: Moment) -> None:
-        """On all ranks, where nothing of a step is under way; `moment` says what comes next."""
+    def save(self, trainer: Trainer, moment: Moment) -> str:
+        """On all ranks, where nothing of a step is under way; `moment` says what comes next. Returns the file."""
         assert self._path is not None, "on_train_start comes first"
         save(trainer, self._path, moment)
         self._saved_at = trainer.global_step
+        return self._path
 
 
 def last_path(trainer: Trainer) -> str:
@@ -81,7 +84,21 @@ def save(trainer: Trainer, path: str, moment: Moment) -> None:
     if resume is not None:
         resume.moment = moment
     try:
-        trainer.save_checkpoint(path)
+        with _trained_weights(trainer) if moment == "validation" else nullcontext():
+            trainer.save_checkpoint(path)
     finally:
         if resume is not None:
             resume.moment = "other"
+
+
+@contextmanager
+def _trained_weights(trainer: Trainer) -> Iterator[None]:
+    """Within a validation averaged weights stand in the module, and the trained ones in their callback."""
+    callbacks: list[Any] = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # pyright: ignore
+    try:
+        for callback in reversed(callbacks):
+            callback._swap_models(trainer.lightning_module)
+        yield
+    finally:
+        for callback in callbacks:
+            callback._swap_models(trainer.lightning_module)
