@@ -20,7 +20,8 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from torchmetrics.retrieval import RetrievalMRR
 
 from lit_dp.engine.evaluation import ExactEvaluation
-from lit_dp.engine.guards import MonitoredValues
+from lit_dp.engine.monitored import MonitoredValues
+from lit_dp.engine.replicas import Replicas
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
 from tests.ranks import RankFailed, run_ranks
@@ -499,7 +500,8 @@ def acted(folder: Any, strategy: Any, sync: bool, guard: bool) -> dict[str, Any]
         callbacks=[saved, stop],
     )
     if not guard:
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, MonitoredValues)]  # type: ignore
+        kept = [c for c in trainer.callbacks if not isinstance(c, MonitoredValues | Replicas)]  # type: ignore
+        trainer.callbacks = kept  # type: ignore
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         trainer.fit(module, DataLoader(samples_of(4), 2), DataLoader(samples_of(5), 2))
