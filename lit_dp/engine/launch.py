@@ -30,8 +30,9 @@ _ALSO_READ = (*_OWN_HOSTS, "GROUP_RANK", "SLURM_JOB_NAME", "SLURM_STEP_NUM_TASKS
 class Launch:
     """What the launcher's variables (`sources`) say; None where they do not say it.
 
-    `lit_dp` is Lightning's own launcher: its parent knows no counts, the trainer makes them; its children, and what is
-    started by hand with LOCAL_RANK, know what they were told. `why` is a line for the plan, `counts` the numbers in it.
+    `lit_dp` is our supervisor, or Lightning's launcher in a program that builds a trainer: the parent knows no counts,
+    the config makes them; its children, and what is started by hand with LOCAL_RANK, know what they were told. `why` is
+    a line for the plan, `counts` the numbers in it.
     """
 
     launcher: Launcher
@@ -95,6 +96,8 @@ def detect(env: Mapping[str, str] = os.environ) -> Launch:
     counts = ", ".join(f"{name}={env[name]}" for name in dict.fromkeys(variables[:3]) if name in env)
     seen = [f"{name} is set" for name in (*signs, "no other launcher's variable")[:1] if name not in variables[:3]]
     why = f"{names.launcher} ({'; '.join([*seen, counts] if counts else seen)})"
+    if names.launcher == "lit_dp" and "LIT_DP_SUPERVISED" in env:  # by our supervisor, which looked before it set them
+        why = "lit_dp (no other launcher's variable is set)"
     return Launch(names.launcher, world_size, local, hosts, rank, local_rank, sources, counts, why)
 
 
