@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
@@ -13,14 +14,17 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lit_dp.data import ImageDataModule
-from lit_dp.engine.checkpoints import BestCheckpoint, last_checkpoint
+from lit_dp.engine.checkpoint_files import hyperparameters
+from lit_dp.engine.checkpoints import BestCheckpoint, LastCheckpoint
 from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.plan import PrintPlan
 from lit_dp.engine.predictions import PredictionFile
 from lit_dp.engine.progress import EpochLines
+from lit_dp.engine.restart import mode
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.errors import ConfigError
+from lit_dp.processes import start_ranks
 from lit_dp.trainer import Trainer
 from lit_dp.usage import Parser, condensed, config_name, with_shipped_configs
 
@@ -35,6 +39,7 @@ def _quieten() -> None:
         ".*smaller than the logging interval",  # we log by epoch
         ".*is not supported by the model summary",  # bf16-mixed
         ".*callbacks used to create the checkpoint need to be provided",  # evaluation saves none
+        "Checkpoint directory .* exists and is not empty",  # where a run is resumed, that is its place
     ):
         warnings.filterwarnings("ignore", text)
 
@@ -73,11 +78,31 @@ class LitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str | None, default=None, help="Run folder below trainer.default_root_dir.")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(LastCheckpoint, "last")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self._typed = args is None  # arguments that a program gives run in the program's own process
         if args is None or isinstance(args, list):
             args = with_shipped_configs(sys.argv[1:] if args is None else args)
-        self.config = parser.parse_object(args) if isinstance(args, dict) else parser.parse_args(args)  # type: ignore
+        parse: Any = parser.parse_object if isinstance(args, dict) else parser.parse_args
+        self.config = parse(args)
+        self._given = parse(args, defaults=False)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lay the hyperparameters that a checkpoint holds under what the command line and the config give. Lightning
+        lays them over (PL PR 21455, FAULTS 18)."""
+        if not (command := self.config.get("subcommand")):
+            return
+        path = self.config[command].get("resume") or self.config[command].get("ckpt_path")
+        saved = hyperparameters(path) if path and Path(path).is_file() else {}
+        given = self._given[command].get("model") or Namespace()
+        kind = saved.pop("_class_path", None)
+        if not saved or (kind is not None and given.get("class_path") not in (None, kind)):
+            return
+        names = {name for name in saved if f"init_args.{name}" not in given}
+        model = {"class_path": kind or self.config[command].model.class_path}
+        model["init_args"] = {name: value for name, value in saved.items() if name in names}
+        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -90,6 +115,8 @@ class LitCLI(LightningCLI):
             config.return_predictions = False  # they go to a file; Lightning would keep them all on every rank
         if self.subcommand == "plan":
             self._plan_only(config)
+        elif self._typed and self.subcommand in ("fit", "validate", "test", "predict"):
+            start_ranks(config.trainer)
 
     def _plan_only(self, config: Any) -> None:
         """Keep the devices that are planned for from being looked for: one process plans for any number."""
@@ -117,13 +144,12 @@ class LitCLI(LightningCLI):
         config["enable_progress_bar"] = lines and sys.stdout.isatty()  # bars are for terminals, lines for log files too
         saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False and not config["fast_dev_run"]
         config["enable_checkpointing"] = saves
-        best = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint)]
-        last = [last_checkpoint()] if saves else []
+        saved = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint | LastCheckpoint)]
         bars = [RichProgressBar(refresh_rate=4)] if config["enable_progress_bar"] else []
         own_data = isinstance(self.datamodule, ImageDataModule)  # whose batches tell their indices under any strategy
         ledger = Ledger(indices_of=(lambda batch: batch.indices) if own_data else None)
         said = [PrintPlan(), EpochLines()] if lines else []
-        return super()._instantiate_trainer(config, [*best, *last, *bars, *said, ledger, PredictionFile()])
+        return super()._instantiate_trainer(config, [*saved, *bars, *said, ledger, PredictionFile()])
 
     def _loggers(self, configured: Any) -> list[Logger] | bool:
         """The run folder first, then what the config adds; `logger: false` writes nothing."""
@@ -136,7 +162,8 @@ class LitCLI(LightningCLI):
         root = Path(self._get(self.config_init, "trainer").default_root_dir)
         name = self._get(self.config_init, "name")
         if self.subcommand in (None, "fit"):
-            return RunFolder(root, name)
+            resume, ckpt_path = (self._get(self.config_init, key, default=None) for key in ("resume", "ckpt_path"))
+            return RunFolder(root, name, resume=mode(resume, ckpt_path))
         # What a checkpoint is found to be worth lies beside it.
         of_checkpoint = run_folder_of(self._get(self.config_init, "ckpt_path"))
         return (

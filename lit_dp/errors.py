@@ -7,3 +7,8 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """The run met something that it cannot go on with (a corrupt file, a full disk). Exit code 1."""
+
+
+REPORT = "lit_dp_report"
+"""Attribute of an exception that a rank has told the others of: the text to print as the last of all, or "" where the
+cause is another rank's."""

@@ -1,22 +1,25 @@
 """Lightning's Trainer, with defaults under which what runs is really data parallel, and a check of who started it."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-from lit_dp.engine import launch
-from lit_dp.engine.checkpoints import LastCheckpoint
+from lit_dp.engine import launch, restart
+from lit_dp.engine.checkpoints import LastCheckpoint, last_path
 from lit_dp.engine.exchange_state import ExchangeState
-from lit_dp.engine.guards import MonitoredValues
+from lit_dp.engine.guards import guards
 from lit_dp.engine.logged_state import LoggedState
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
+from lit_dp.engine.preemption import Preemption
 from lit_dp.engine.resume import Resume
+from lit_dp.engine.run_folder import RunFolder
 from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
@@ -63,9 +66,16 @@ class Trainer(pl.Trainer):
         self.cpu_threads = f"{threads} ({why})"
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
-            own = [MonitoredValues(), ExchangeState(), Resume(), LoggedState()]
+            own = [
+                *guards(getattr(strategy, "nonfinite", "stop")),
+                ExchangeState(),
+                Resume(),
+                LoggedState(),
+                Preemption(),
+            ]
             callbacks = [*own, *_as_list(kwargs.get("callbacks"))]
             kwargs["callbacks"] = sorted(callbacks, key=lambda c: not isinstance(c, LastCheckpoint))
+        kwargs["callbacks"] = [*_as_list(kwargs.get("callbacks")), restart.JobMark()]
         try:
             super().__init__(
                 accelerator=accelerator,
@@ -80,6 +90,77 @@ class Trainer(pl.Trainer):
             raise ConfigError(f"the trainer cannot be built: {error}") from error
         if isinstance(self.strategy, ExactDDPStrategy):
             self.strategy.shards_data = use_distributed_sampler
+
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        resume: str | None = None,
+        resume_force: bool = False,
+    ) -> None:
+        """Train, from the beginning or from a checkpoint.
+
+        Args:
+            model: module to train.
+            train_dataloaders: as Lightning's.
+            val_dataloaders: as Lightning's.
+            datamodule: as Lightning's.
+            ckpt_path: as `resume`; Lightning's name for it.
+            weights_only: as Lightning's; checkpoints are loaded so unless False is given.
+            resume: auto, the newest valid checkpoint of the run folder, if there is one; required, fails without one;
+                never; or a checkpoint's path. A job that torchrun or Slurm has started again goes on from what it has
+                saved itself, if nothing or anything but never is given.
+            resume_force: resume although batch size, data or ranks have changed, so that it cannot be exact.
+
+        Raises:
+            ConfigError: there is nothing to resume from, or it cannot be resumed exactly.
+        """
+        path = self._agreed(restart.mode(resume, ckpt_path))
+        for callback in self.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, Resume):
+                callback.force = resume_force
+        try:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+        finally:
+            os.environ.pop(_CHOSEN, None)
+
+    def _agreed(self, resume: str) -> str | None:
+        """The checkpoint that rank 0 chooses, on all ranks."""
+        if resume == "never":
+            return None
+        if self.global_rank and _CHOSEN in os.environ:  # started by rank 0, which has chosen
+            return os.environ[_CHOSEN] or None
+        environment = getattr(self.strategy, "cluster_environment", None)
+        all_there = environment is not None and environment.creates_processes_externally
+        peers = self._joined() if all_there else Peers(0, 1)
+        job = [name for of_rank in peers.gather(restart.started_as()) for name in of_rank]
+        for logger in self.loggers:
+            if isinstance(logger, RunFolder):
+                logger.job = job
+        folder = os.path.dirname(last_path(self))  # on all ranks
+        choice = peers.from_first(restart.choose(resume, folder, job) if peers.rank == 0 else None)
+        if choice.refusal is not None:
+            raise ConfigError(choice.refusal)
+        if not all_there:  # Lightning's launcher starts the others
+            os.environ[_CHOSEN] = choice.path or ""
+        if self.is_global_zero:
+            said = [f"{line}: passed over" for line in choice.passed_over]
+            said += [f"goes on from {choice.path}"] if choice.path not in (None, resume) else []
+            print("".join(f"resume: {line}\n" for line in said), end="", flush=True)
+        return choice.path
+
+    def _joined(self) -> Peers:
+        """All ranks, which can talk from here on; each alone where the strategy is not of DDP's kind."""
+        if self.world_size == 1 or not isinstance(self.strategy, DDPStrategy):
+            return Peers(0, 1)
+        assert self.strategy.accelerator is not None
+        self.strategy.accelerator.setup_device(self.strategy.root_device)
+        self.strategy.setup_distributed()
+        return Peers(self.global_rank, self.world_size)
 
     def plan(
         self,
@@ -119,6 +200,9 @@ class Trainer(pl.Trainer):
         rows = plan_rows(place, self, model, batches)
         print(table(rows))
         return table(rows)
+
+
+_CHOSEN = "LIT_DP_RESUME_FROM"
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -20,7 +20,8 @@ COMMON = {
     "seed_everything": "seed of weights, order of samples and dropout",
     "devices": "devices a host to plan for, here or not",
     "nodes": "hosts to plan for",
-    "ckpt_path": "checkpoint to resume from (fit) or to evaluate",
+    "ckpt_path": "checkpoint to evaluate (fit: to resume from, as --resume)",
+    "resume": "auto: from the newest checkpoint of the run folder; required; never; or a path",
     "model": "LightningModule, by import path; then --model.ARGUMENT VALUE",
     "data": "LightningDataModule, by import path; then --data.ARGUMENT VALUE",
     "trainer.accelerator": "auto, cpu, gpu, ...",
@@ -35,6 +36,7 @@ COMMON = {
     "trainer.default_root_dir": "folder of all runs",
     "checkpoint.monitor": "which value makes a checkpoint the best one",
     "checkpoint.mode": "whether the best is its max or its min",
+    "last.every_n_steps": "optimizer steps between two saves of last.ckpt, beside each epoch's",
 }
 """The options that --help shows; the others are in `--print_config=`."""
 
@@ -145,6 +147,8 @@ def with_shipped_configs(args: list[str]) -> list[str]:
     resolved: list[str] = []
     for arg in args:
         option, equals, value = arg.partition("=")
+        if option == "--resume.force":
+            arg = f"--resume_force={value or 'true'}"
         if equals and option in ("--config", "-c"):
             arg = f"--config={_config_file(value)}"
         elif resolved and resolved[-1] in ("--config", "-c"):

@@ -38,7 +38,7 @@ def test_fit_leaves_one_folder(run: tuple[Path, Ended]) -> None:
     assert max(accuracies) > 0.5
     with Image.open(folder / "curves.png") as picture:
         assert picture.size[0] > 500
-    assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
+    assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
 def test_fit_says_the_best_value_where_it_is_and_what_to_type_next(run: tuple[Path, Ended]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from lit_dp.engine import launch
 from lit_dp.engine.account import EXAMPLES, Account, Some
 from lit_dp.engine.loaders import take_delivered
+from lit_dp.engine.peers import Peers
 from lit_dp.engine.promise import Promise, length, sample_indices, training_sampler
 from lit_dp.engine.samplers import TrainBatches
 
@@ -95,7 +97,8 @@ class Ledger(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._tallies and self._restored:  # resumed after the last batch
-            self._begin(trainer, 0)
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            self._begin(trainer, progress.processed)
         for number, (loader, tally) in enumerate(zip(self._loaders, self._tallies, strict=True)):
             which = number if len(self._loaders) > 1 else None
             account = _account(trainer, loader, _reduced(trainer, tally), which)
@@ -106,7 +109,12 @@ class Ledger(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """On all ranks, as Trainer.save_checkpoint."""
-        tallies = [asdict(_reduced(trainer, tally)) for tally in self._tallies]
+        heads = [tally.heads[-_stride(loader) :] for loader, tally in zip(self._loaders, self._tallies, strict=True)]
+        by_rank = Peers(trainer.global_rank, trainer.world_size).gather(heads)
+        tallies = [
+            {**asdict(_reduced(trainer, tally)), "heads": [head for of_rank in by_rank for head in of_rank[number]]}
+            for number, tally in enumerate(self._tallies)
+        ]
         micro_batches = int(trainer.accumulate_grad_batches)
         checkpoint[STATE] = {"epoch": trainer.current_epoch, "tallies": tallies, "micro_batches": micro_batches}
 
@@ -117,13 +125,20 @@ class Ledger(Callback):
         self._loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
         self._tallies = [Tally(length(getattr(loader, "dataset", None))) for loader in self._loaders]
         known = self._restored.get("tallies", []) if self._restored.get("epoch") == trainer.current_epoch else []
-        if len(known) == len(self._tallies):  # rank 0 takes over what all ranks had counted
-            mine = {} if trainer.is_global_zero else {"counts": _NONE, "blind": 0, "descents": 0}
+        if len(known) == len(self._tallies):
             now, then = int(trainer.accumulate_grad_batches), self._restored.get("micro_batches", 1)
-            taken = [{name: state[name] * now // then for name in ("batches", "taken")} for state in known]
-            self._tallies = [Tally(**{**state, **mine, **of}) for state, of in zip(known, taken, strict=True)]
+            for loader, state in zip(self._loaders, known, strict=True):
+                # An only loader has given a batch each; several may be counted otherwise by their CombinedLoader.
+                taken = {name: state[name] * now // then for name in ("batches", "taken")}
+                state.update(taken if len(known) > 1 else dict.fromkeys(taken, batch_idx))
+                state["heads"] = _heads_of(loader, state["heads"], trainer)
+                if not trainer.is_global_zero:  # rank 0 takes over what all ranks had counted
+                    state.update(counts=_NONE, blind=0, descents=0)
+            self._tallies = [_tally(state) for state in known]
         elif batch_idx:  # resumed from a checkpoint without an account
-            self._tallies = [Tally(tally.samples, batches=batch_idx, blind=batch_idx) for tally in self._tallies]
+            self._tallies = [
+                Tally(tally.samples, batches=batch_idx, taken=batch_idx, blind=batch_idx) for tally in self._tallies
+            ]
         self._restored = {}
 
     def _take(self, loader: Any, tally: Tally, batch: Any) -> None:
@@ -137,21 +152,45 @@ class Ledger(Callback):
         if not isinstance(sampler, TrainBatches):
             tally.add(indices)
         elif sampler.counts(tally.taken % len(sampler))[sampler.share.rank]:  # otherwise the sample is borrowed
-            tally.add(indices, stride=len(sampler.share.virtual_ranks))
+            tally.add(indices, _stride(loader))
         tally.batches += 1
         tally.taken += 1
 
 
+def _stride(loader: Any) -> int:
+    sampler = training_sampler(loader)
+    return len(sampler.share.virtual_ranks) if isinstance(sampler, TrainBatches) else 1
+
+
+def _heads_of(loader: Any, heads: list[int], trainer: Trainer) -> list[int]:
+    """Those of this process; `heads` are the first indices of the last batches of all virtual ranks."""
+    stride = _stride(loader)
+    known = len(heads) == stride * trainer.world_size
+    return heads[trainer.global_rank * stride :][:stride] if known else []
+
+
+def _tally(state: dict[str, Any]) -> Tally:
+    tally = Tally(**{name: value for name, value in state.items() if name != "heads"})
+    tally.heads = list(state["heads"])
+    return tally
+
+
 def _reduced(trainer: Trainer, tally: Tally) -> Tally:
     """The tally of all ranks, on all ranks; all ranks call it."""
-    strategy = trainer.strategy
     if tally.samples is None:
-        size = torch.tensor(len(tally.counts), device=strategy.root_device)
-        tally.grow(int(strategy.reduce(size, reduce_op="max")))  # pyright: ignore[reportArgumentType]
+        tally.grow(int(_met(trainer, torch.tensor(len(tally.counts)), dist.ReduceOp.MAX)))
     own = torch.cat((tally.counts.int(), torch.tensor([tally.blind, tally.descents], dtype=torch.int32)))
-    total: Any = strategy.reduce(own.to(strategy.root_device), reduce_op="sum")
+    total = _met(trainer, own, dist.ReduceOp.SUM)
     blind, descents = total[-2:].tolist()
-    return replace(tally, counts=total[:-2].cpu(), blind=blind, descents=descents)
+    return replace(tally, counts=total[:-2], blind=blind, descents=descents)
+
+
+def _met(trainer: Trainer, own: Tensor, operation: Any) -> Tensor:
+    """Not strategy.reduce: within a validation that leaves every rank with its own."""
+    together = own.to(trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        dist.all_reduce(together, operation)
+    return together.cpu()
 
 
 def _account(trainer: Trainer, loader: Any, tally: Tally, number: int | None) -> Account:

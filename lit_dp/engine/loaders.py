@@ -4,6 +4,7 @@ The loader is copied, not built again: whatever class it is of and whatever it w
 batch sampler, dataset and collate function are replaced, by ones that hold the user's.
 """
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -63,13 +64,22 @@ class TaggedCollate:
         return Delivery(delivery.indices, self.inner(delivery.batch))
 
 
-class ShownOwnDataset:
-    """A user's worker_init_fn, which finds the user's own dataset in torch's worker info, not our wrapping."""
+SECONDS_AFTER_SIGTERM = 5
 
-    def __init__(self, inner: Callable[[int], None]) -> None:
+
+class WorkerStart:
+    """Begins a loader worker. SIGTERM, which Slurm and others send to all processes of a job, lets it go on for a
+    while: its rank needs it until it has saved. A user's worker_init_fn finds the user's own dataset in torch's worker
+    info, not our wrapping.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
         self.inner = inner
 
     def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM) and None)
+        if self.inner is None:
+            return
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
             info.__dict__["dataset"] = info.dataset.inner  # its __setattr__ refuses
@@ -107,9 +117,7 @@ def follow(loader: DataLoader[Any], batches: Any, seed: int | None) -> DataLoade
     for name in ("draw", "elements"):  # of TrainBatches and of EvalBatches
         if callable(draw := getattr(batches, name, None)):
             setattr(batches, name, KeptDraw(draw))
-    changed: dict[str, Any] = {"sampler": batches}
-    if loader.worker_init_fn is not None:
-        changed["worker_init_fn"] = ShownOwnDataset(loader.worker_init_fn)
+    changed: dict[str, Any] = {"sampler": batches, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = _around(loader.batch_sampler, batches)
     if type(loader).__iter__ is not DataLoader.__iter__:  # one with its own way to iterate must not meet our wrapping
@@ -143,6 +151,12 @@ def _around(batch_sampler: Any, batches: Any) -> Any:
     if isinstance(batch_sampler, BatchSampler) or not hasattr(batch_sampler, "seen_batch_indices"):
         return batches
     return type(batch_sampler)(batches)
+
+
+def last_delivered(loader: Any) -> list[Any]:
+    """Indices of the batch handed out last, which may be in use; empty where the loader does not tell them."""
+    delivered = getattr(loader, "delivered", None)
+    return delivered[-1] if delivered else []
 
 
 def take_delivered(loader: Any) -> list[Any] | None:

@@ -20,8 +20,8 @@ State = dict[str, Any]
 
 
 class LoggedState(Callback):
-    """Saves, and gives back, every rank's sums behind what training logs by epoch, the states of torchmetrics objects,
-    and the values that callbacks and schedulers monitor.
+    """Saves, and gives back, every rank's sums behind what training logs by epoch, and the states of torchmetrics
+    objects. When an epoch is over only those remain that are not logged, hence not reset.
 
     On another number of processes rank 0 goes on with the sum of all.
     """
@@ -38,10 +38,15 @@ class LoggedState(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """On all ranks, as Trainer.save_checkpoint."""
         results = trainer.fit_loop.epoch_loop._results
+        over = _over(trainer)
+        reset = {part for r in results.values() if over and not r.is_tensor for part in r.value.modules()}
         mine = {
-            "results": {key: _result_state(r) for key, r in results.items() if not r.has_reset},
-            "metrics": {n: _metric_state(m) for n, m in _metrics(pl_module) if self._counts(trainer, n, m)},
-            "monitored": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "results": {key: _result_state(r) for key, r in results.items() if not over and not r.has_reset},
+            "metrics": {
+                name: _metric_state(metric)
+                for name, metric in _metrics(pl_module)
+                if metric not in reset and self._counts(trainer, name, metric)
+            },
         }
         checkpoint[STATE] = Peers(trainer.global_rank, trainer.world_size).gather(mine)
 
@@ -54,15 +59,18 @@ class LoggedState(Callback):
         if not by_rank:
             return
         device = trainer.strategy.root_device
-        trainer.callback_metrics.update({k: torch.tensor(v, device=device) for k, v in by_rank[0]["monitored"].items()})
-        if len(by_rank) == trainer.world_size:
+        others = len(by_rank) != trainer.world_size
+        if not others:
             by_rank = [by_rank[trainer.global_rank]]
-        elif trainer.global_rank:
-            by_rank = [_emptied(state) for state in by_rank]
         for name, metric in _metrics(pl_module):
             if states := [state["metrics"][name] for state in by_rank if name in state["metrics"]]:
-                _restore_metric(name, metric, states, device)
-        self._restore_results(trainer, pl_module, [state["results"] for state in by_rank], device)
+                together = _together(name, metric, states)  # on all ranks, which raise together
+                if not (others and trainer.global_rank):
+                    _restore_metric(metric, together, max(state["updates"] for state in states), device)
+        results = [state["results"] for state in by_rank]
+        if others and trainer.global_rank:
+            results = [_emptied(of_rank) for of_rank in results]
+        self._restore_results(trainer, pl_module, results, device)
 
     def _counts(self, trainer: Trainer, name: str, metric: Metric) -> bool:
         return metric.update_called and (not trainer.validating or name in self._of_training)
@@ -75,6 +83,12 @@ class LoggedState(Callback):
         if results:
             # Otherwise the first batch would find an epoch that begins, and reset them.
             trainer._logger_connector._first_loop_iter = True
+
+
+def _over(trainer: Trainer) -> bool:
+    """Whether no epoch is under way: Lightning is about to reset what was logged in the last one."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return epochs.started == epochs.processed
 
 
 def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
@@ -93,16 +107,21 @@ def _result_state(result: _ResultMetric) -> State:
     meta = {name: getattr(result.meta, name) for name in META}
     sync = {"should": result.meta.sync.should, "rank_zero_only": result.meta.sync.rank_zero_only}
     values = {name: _copied(getattr(result, name)) for name in result.metric_state} if result.is_tensor else {}
-    return {"meta": meta, "reduce": result.meta.reduce_fx.__name__, "sync": sync, "values": values}
+    # What was logged on one of the steps before is logged again with every step.
+    step = _copied(result._forward_cache) if isinstance(result._forward_cache, Tensor) else None
+    return {"meta": meta, "reduce": result.meta.reduce_fx.__name__, "sync": sync, "values": values, "step": step}
 
 
-def _emptied(state: State) -> State:
+def _emptied(results: State) -> State:
     """For a rank whose share rank 0 takes over: the same keys, so that all ranks join the same reductions."""
-    results = {
-        key: {**r, "values": {name: v if r["reduce"] in ("max", "min") else v * 0 for name, v in r["values"].items()}}
-        for key, r in state["results"].items()
+    return {
+        key: {**r, "values": r["values"] if r["reduce"] in ("max", "min") else _zeros(r["values"])}
+        for key, r in results.items()
     }
-    return {**state, "results": results, "metrics": {}}
+
+
+def _zeros(values: State) -> State:
+    return {name: torch.zeros_like(value) for name, value in values.items()}
 
 
 def _result(states: list[State], trainer: Trainer, module: LightningModule, device: torch.device) -> _ResultMetric:
@@ -113,6 +132,7 @@ def _result(states: list[State], trainer: Trainer, module: LightningModule, devi
     meta.sync = _Sync(_should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"])
     result = _ResultMetric(meta, is_tensor=bool(first["values"]))
     result._update_count = 1
+    result._forward_cache = first["step"].to(device) if first["step"] is not None else None
     if not result.is_tensor:
         result.value = module.get_submodule(meta.metric_attribute or "")
     # What is not reduced over ranks is rank 0's own.
@@ -124,21 +144,24 @@ def _result(states: list[State], trainer: Trainer, module: LightningModule, devi
     return result
 
 
-def _restore_metric(name: str, metric: Metric, states: list[State], device: torch.device) -> None:
+def _together(name: str, metric: Metric, states: list[State]) -> State:
+    """The state of a metric on all ranks together; `states` are those of the ranks, or of one."""
+    merged = {}
     for entry, reduction in metric._reductions.items():
         values = [state["state"][entry] for state in states]
-        if len(values) == 1:
-            merged = values[0]
-        elif reduction in MERGES:
-            merged = MERGES[reduction](values)
-        else:
+        if len(values) > 1 and reduction not in MERGES:
             raise ConfigError(
                 f"{name} of {type(metric).__name__} holds {entry!r}, which cannot be put together for another number"
                 f" of processes in the midst of an epoch: resume on {len(states)}"
             )
-        on_device = [item.to(device) for item in merged] if isinstance(merged, list) else merged.to(device)
-        setattr(metric, entry, on_device)
-    metric._update_count, metric._computed = max(state["updates"] for state in states), None
+        merged[entry] = MERGES[reduction](values) if len(values) > 1 else values[0]
+    return merged
+
+
+def _restore_metric(metric: Metric, state: State, updates: int, device: torch.device) -> None:
+    for entry, value in state.items():
+        setattr(metric, entry, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
+    metric._update_count, metric._computed = updates, None
 
 
 def _joined(values: list[Any]) -> Any:

@@ -72,8 +72,9 @@ class TrainBatches(Sampler[Any]):
     """This process's micro-batches of every step of an epoch, in order.
 
     Attributes:
-        start: micro-batches that the next iteration leaves out, since a training that is resumed has taken them; whole
-            steps.
+        start: micro-batches that an iteration leaves out, since a training that is resumed has taken them; whole steps.
+            Until the next `set_epoch`, not until the next iteration: a loader with workers begins two.
+        begun: (epoch, start) of the last iteration; None before the first.
 
     Args:
         schedule: its `samples` are the elements of a draw; for a custom draw they are taken anew every epoch.
@@ -85,6 +86,7 @@ class TrainBatches(Sampler[Any]):
     def __init__(self, schedule: Schedule, share: Share, draw: Draw | None = None, batched: bool = True) -> None:
         self.schedule, self.share, self.draw, self.batched = schedule, share, draw, batched
         self.epoch = self.start = 0
+        self.begun: tuple[int, int] | None = None
 
     @property
     def sampler(self) -> "TrainBatches":
@@ -92,7 +94,7 @@ class TrainBatches(Sampler[Any]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
         """Micro-batches of this process in an epoch, wherever it starts."""
@@ -103,8 +105,9 @@ class TrainBatches(Sampler[Any]):
         elements = self.draw(self.epoch) if self.draw is not None else None
         if elements is not None:
             self.schedule = replace(self.schedule, samples=max(1, len(elements)), shuffle=False)
-        start, self.start = self.start // len(self.share.virtual_ranks), 0
-        steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, start)
+        self.begun = self.epoch, self.start
+        first_step = self.start // len(self.share.virtual_ranks)
+        steps = self.schedule.iterate(self.epoch, self.share.virtual_ranks, first_step)
         return (batch for _, _, positions in steps for batch in self._batches(positions, elements))
 
     @property
@@ -198,7 +201,7 @@ class AsGiven(Sampler[Any]):
     """What a sampler reads that shares out by itself (a DistributedSampler), with the epoch told to what it yields.
 
     Attributes:
-        start: as in TrainBatches.
+        start, begun: as in TrainBatches.
 
     Args:
         inner: a loader's batch sampler, or its sampler where the loader does not batch.
@@ -207,6 +210,7 @@ class AsGiven(Sampler[Any]):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.epoch = self.start = 0
+        self.begun: tuple[int, int] | None = None
 
     @property
     def sampler(self) -> "AsGiven":
@@ -214,7 +218,7 @@ class AsGiven(Sampler[Any]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self.start = epoch, 0
         for part in (self.inner, getattr(self.inner, "sampler", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
@@ -223,8 +227,15 @@ class AsGiven(Sampler[Any]):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        return (tag(element, self.epoch) for element in itertools.islice(self.inner, start, None))
+        self.begun = self.epoch, self.start
+        return (tag(element, self.epoch) for element in itertools.islice(self.inner, self.start, None))
+
+
+def stand(batches: TrainBatches | AsGiven, epoch: int, taken: int) -> None:
+    """Let the next iteration be that of `epoch`, without the batches that this process has taken of it."""
+    batches.set_epoch(epoch)
+    # A loader is read anew from its beginning where it is cycled beside a longer one.
+    batches.start = taken % len(batches) if taken and taken > len(batches) else taken
 
 
 def shares_by_itself(sampler: Any) -> bool:

@@ -7,8 +7,18 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lit_dp.engine.agreement import require_same_dataset
 from lit_dp.engine.loaders import follow
 from lit_dp.engine.peers import Peers
-from lit_dp.engine.samplers import AsGiven, Draw, EvalBatches, Share, TrainBatches, plain_order, shares_by_itself
+from lit_dp.engine.samplers import (
+    AsGiven,
+    Draw,
+    EvalBatches,
+    Share,
+    TrainBatches,
+    plain_order,
+    shares_by_itself,
+    stand,
+)
 from lit_dp.engine.schedule import Schedule, Tail, placement
+from lit_dp.engine.stateful import InUse, has_state
 from lit_dp.engine.streams import ShardedStream, stream_loader
 from lit_dp.errors import ConfigError
 
@@ -46,17 +56,15 @@ class Sharder(NamedTuple):
         Raises:
             ConfigError: it cannot be shared out, or the ranks do not see the same dataset.
         """
-        if not isinstance(loader, DataLoader):
-            return self._share_iterable(loader)
-        if isinstance(loader.dataset, IterableDataset):
-            stream = ShardedStream(loader.dataset, self.peers.rank, self.peers.world_size)
-            return stream_loader(loader, stream, self.peers, together=stage == "train")
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            shared = self._share_stream(loader, stage)
+            return InUse(shared) if stage == "train" and has_state(shared) else shared
         require_same_dataset(loader.dataset, STAGE_NAMES[stage], self.peers)
         batches = self._batches(loader, stage)
-        batches.set_epoch(epoch)
-        if taken and not isinstance(batches, EvalBatches):
-            # The loader is read anew from its beginning where it is cycled beside a longer one.
-            batches.start = taken if taken <= len(batches) else taken % len(batches)
+        if isinstance(batches, EvalBatches):
+            batches.set_epoch(epoch)
+        else:
+            stand(batches, epoch, taken)
         return follow(loader, batches, self.seed if self.seeded_draws else None)
 
     def _batches(self, loader: DataLoader[Any], stage: Stage) -> TrainBatches | EvalBatches | AsGiven:
@@ -127,7 +135,10 @@ class Sharder(NamedTuple):
                 f" {self.peers.world_size} processes: leave the sampler out, exact_ddp brings its own"
             )
 
-    def _share_iterable(self, loader: Any) -> Any:
+    def _share_stream(self, loader: Any, stage: Stage) -> Any:
+        if isinstance(loader, DataLoader):
+            stream = ShardedStream(loader.dataset, self.peers.rank, self.peers.world_size)
+            return stream_loader(loader, stream, self.peers, together=stage == "train")
         if self.peers.world_size == 1:
             return loader
         if callable(shard := getattr(loader, "shard", None)):

@@ -102,7 +102,7 @@ class VirtualRanks:
 
     def __init__(self, k: int, peers: Peers, module: LightningModule, sync_batchnorm: bool = False) -> None:
         _refuse(module, k, sync_batchnorm)
-        self.k, self.peers, self._next = k, peers, 0
+        self.k, self.peers = k, peers
         self.stack = CarryStack(module.parameters())
         self.buffers = Buffers(module, peers.world_size)
 
@@ -125,17 +125,10 @@ class VirtualRanks:
             )
 
     def begin(self, micro_batch: int) -> None:
-        """Before the forward pass of a micro-batch. Raises ConfigError where a step does not begin with its first."""
+        """Before the forward pass of a micro-batch. A step begins with its first: a resume leaves out whole steps."""
         nth = micro_batch % self.k
         if nth == 0:
             self.stack.clear()
-        elif nth != self._next:
-            raise ConfigError(
-                f"the training was resumed at micro-batch {micro_batch:,}, within a step of {self.k}: the checkpoint"
-                " was saved by another number of processes before its epoch was over; resume on as many as saved it, or"
-                " from checkpoints/last.ckpt"
-            )
-        self._next = (nth + 1) % self.k
         self.buffers.begin(nth)
 
     def before_backward(self, micro_batch: int, loss: Tensor) -> None:
