@@ -4,18 +4,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 
 from lit_dp.engine.metric_states import level_lists, taken_back, unlevel_lists, widen
-from lit_dp.engine.peers import Peers
+from lit_dp.engine.rank import RankStrategy
 from lit_dp.engine.samplers import EvalBatches, TrainBatches
 from lit_dp.errors import ConfigError
 
 
-class ExactEvaluation(DDPStrategy):
+class ExactEvaluation(RankStrategy):
     """Lightning's DDP, whose metrics of validation and test are those of one process.
 
     Ranks have unequal numbers of batches. So the module is called past DDP's forward, which would exchange buffers;
@@ -24,24 +22,6 @@ class ExactEvaluation(DDPStrategy):
 
     _eval_loaders: list[Any] = []  # noqa: RUF012 - replaced, never changed; of the evaluation that goes on
     _levelled = True  # whether ranks hold equal buffers in it
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only process: then neither DDP nor a process group is needed."""
-        return self.num_processes * self.num_nodes == 1
-
-    @property
-    def peers(self) -> Peers:
-        return Peers(self.global_rank, self.world_size)
-
-    @property
-    def module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def trainer(self) -> Trainer:
-        return self.module.trainer
 
     @property
     def batches_begun(self) -> int:

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
 from lit_dp.engine.checkpoint import DurableCheckpointIO
 from lit_dp.engine.evaluation import ExactEvaluation, scheduled
-from lit_dp.engine.failures import Failures
-from lit_dp.engine.loaders import last_delivered
 from lit_dp.engine.metric_states import taken_back, widen
 from lit_dp.engine.nonfinite import Mode, poisoned
 from lit_dp.engine.position import Position, move, next_to_read
@@ -25,7 +23,7 @@ from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.step_values import StepValues
 from lit_dp.engine.virtual_ranks import VirtualRanks, claim, exchange_for, micro_batches_per_process
-from lit_dp.errors import ConfigError, RunError
+from lit_dp.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -75,17 +73,10 @@ class ExactDDPStrategy(ExactEvaluation):
         self._claimed = False
         self.exchange: Any = None
         self.shards_data = True  # False where the user shares loaders out (Trainer's use_distributed_sampler=False)
-        self.failures: Failures | None = None
         self.resumed: Position | None = None  # of the checkpoint that the training goes on from
         self._sharder: Sharder | None = None
 
     # --- processes ---
-
-    def join(self) -> None:
-        """Let the ranks talk before Lightning needs it; all of them call it, once a launcher has started them all."""
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
 
     def setup_environment(self) -> None:
         if self.alone:
@@ -93,8 +84,7 @@ class ExactDDPStrategy(ExactEvaluation):
             self.set_world_ranks()
         else:
             super().setup_environment()
-        host = self.cluster_environment.main_address if self.cluster_environment is not None else "127.0.0.1"
-        self.failures = Failures(self.peers, host, self._doing)
+        self.watch_for_failures()
         # As early as ranks can talk: a module may ask for the number of steps, hence for loaders, in its own `setup`.
         seed = self.peers.from_first(int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self._sharder = Sharder(self.peers, seed, self.tail, self.seeded_draws, self.virtual_ranks)
@@ -132,32 +122,7 @@ class ExactDDPStrategy(ExactEvaluation):
         fold = self._virtual.stack.fold_bucket if self._virtual is not None else None
         self.exchange = register(self.model, self.all_reduce, self.root_device, fold, self._timeout)  # pyright: ignore
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank 0 writes; where it cannot, all ranks raise its RunError or ConfigError, and go on as they please."""
-        error: ConfigError | RunError | None = None
-        try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        except (ConfigError, RunError) as refused:
-            error = refused
-        if (error := self.peers.from_first(error)) is not None:
-            raise error
-
-    def on_exception(self, exception: BaseException) -> None:
-        if self.failures is not None and not isinstance(exception, SystemExit | KeyboardInterrupt):
-            self.failures.report(exception)
-
-    def _doing(self) -> str:
-        """What this rank is at, for the message of a failure."""
-        trainer = self.trainer
-        if not trainer.training:
-            return str(trainer.state.stage or trainer.state.fn)
-        samples = [str(sample) for loader in _flat(trainer.train_dataloader) for sample in last_delivered(loader)]
-        on = f", on samples {', '.join(samples[:8])}{' ...' if len(samples) > 8 else ''}" if samples else ""
-        return f"epoch {trainer.current_epoch + 1}, step {trainer.global_step + 1:,}{on}"
-
     def teardown(self) -> None:
-        if self.failures is not None:
-            self.failures.leave()
         if isinstance(self.exchange, GradientExchange):
             self.exchange.close()
         super().teardown()
@@ -193,7 +158,7 @@ class ExactDDPStrategy(ExactEvaluation):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_start(self) -> None:
-        loaders = _flat(self.trainer.train_dataloader)
+        loaders = CombinedLoader(self.trainer.train_dataloader, "sequential").flattened
         unequal = [b for loader in loaders if isinstance(b := scheduled(loader), TrainBatches) and not b.equal]
         if unequal and len(loaders) > 1:
             raise ConfigError(
@@ -263,10 +228,6 @@ class ExactDDPStrategy(ExactEvaluation):
         samples = sum(sum(batches.counts(i)) for i in window)
         own = batches.counts(index)[self.global_rank]
         return accumulate * self.world_size * own / samples
-
-
-def _flat(loaders: Any) -> list[Any]:
-    return CombinedLoader(loaders, "sequential").flattened
 
 
 StrategyRegistry.register("exact_ddp", ExactDDPStrategy, description="DDP with one schedule and exact evaluation")
