@@ -61,8 +61,10 @@ def test_default_sends_and_holds_no_more_than_ddp(world_size: int) -> None:
     ours = run_ranks(world_size, exact)
     for (their_bytes, their_memory), (our_bytes, our_memory) in zip(lightning, ours, strict=True):
         assert their_bytes > 10 * 4 * sum(p.numel() for p in JOB.build()[0].parameters()) / 2  # it was measured
-        assert our_bytes == their_bytes
+        assert our_bytes <= their_bytes
         assert our_memory <= their_memory + 10_000  # seeds of generators and the like
+    # Lightning broadcasts on every step to look for SIGTERM (PL 21487, FAULTS 29).
+    assert sum(sent for sent, _ in ours) < sum(sent for sent, _ in lightning)
 
 
 def test_the_measure_sees_what_is_more() -> None:
