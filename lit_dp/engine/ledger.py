@@ -5,7 +5,7 @@ Counted is what the loaders delivered to completed steps, on every rank; the cou
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,52 +18,11 @@ from lit_dp.engine import launch
 from lit_dp.engine.account import EXAMPLES, Account, Some
 from lit_dp.engine.loaders import take_delivered
 from lit_dp.engine.peers import Peers
-from lit_dp.engine.promise import Promise, length, sample_indices, training_sampler
+from lit_dp.engine.promise import Promise, length, training_sampler
 from lit_dp.engine.samplers import TrainBatches
+from lit_dp.engine.tally import NONE, Tally
 
 STATE = "lit_dp.ledger"
-_NONE = torch.zeros(0, dtype=torch.uint8)
-
-
-@dataclass
-class Tally:
-    """This rank's uses of one loader's samples: a byte a sample, four once one was used more than 255 times.
-
-    Attributes:
-        samples: N; None for a stream, whose counts grow.
-        counts: uint8 or int32 (N,).
-        batches, blind: as in Account, of this rank. `taken` are those that this process took from its loader.
-        descents: how often an index came after a higher one.
-    """
-
-    samples: int | None
-    counts: Tensor = _NONE
-    batches: int = 0
-    taken: int = 0
-    blind: int = 0
-    descents: int = 0
-
-    def __post_init__(self) -> None:
-        self.heads: list[int] = []
-        self.grow(self.samples or 0)
-
-    def add(self, indices: Tensor | None, stride: int = 1) -> None:
-        """Count a batch, int64 (B,). Batches of the same virtual rank come every `stride` batches."""
-        if indices is None or (self.samples is not None and int(indices.max()) >= self.samples):
-            self.blind += 1
-            return
-        self.grow(int(indices.max()) + 1)
-        samples, times = indices.unique(return_counts=True)
-        counts = self.counts[samples] + times
-        self.counts = self.counts.int() if int(counts.max()) > 255 else self.counts
-        self.counts[samples] = counts.to(self.counts.dtype)
-        self.heads.append(int(indices[0]))
-        follows = len(self.heads) <= stride or self.heads[-1 - stride] <= self.heads[-1]
-        self.descents += int((indices.diff() < 0).sum()) + (not follows)
-
-    def grow(self, samples: int) -> None:
-        if samples > len(self.counts):
-            self.counts = torch.cat((self.counts, self.counts.new_zeros(samples - len(self.counts))))
 
 
 class Ledger(Callback):
@@ -109,7 +68,9 @@ class Ledger(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """On all ranks, as Trainer.save_checkpoint."""
-        heads = [tally.heads[-_stride(loader) :] for loader, tally in zip(self._loaders, self._tallies, strict=True)]
+        heads = [
+            tally.settle().heads[-_stride(loader) :] for loader, tally in zip(self._loaders, self._tallies, strict=True)
+        ]
         by_rank = Peers(trainer.global_rank, trainer.world_size).gather(heads)
         tallies = [
             {**asdict(_reduced(trainer, tally)), "heads": [head for of_rank in by_rank for head in of_rank[number]]}
@@ -133,7 +94,7 @@ class Ledger(Callback):
                 state.update(taken if len(known) > 1 else dict.fromkeys(taken, batch_idx))
                 state["heads"] = _heads_of(loader, state["heads"], trainer)
                 if not trainer.is_global_zero:  # rank 0 takes over what all ranks had counted
-                    state.update(counts=_NONE, blind=0, descents=0)
+                    state.update(counts=NONE, blind=0, descents=0)
             self._tallies = [_tally(state) for state in known]
         elif batch_idx:  # resumed from a checkpoint without an account
             self._tallies = [
@@ -146,13 +107,13 @@ class Ledger(Callback):
         elements = take_delivered(loader)
         if tells and elements is None:  # a CombinedLoader may take no batch of a loader in a step
             return
-        indices = sample_indices(elements) if elements is not None else None
+        used: Any = elements
         if not tells and self.indices_of is not None and len(self._loaders) == 1:
-            indices = self.indices_of(batch).flatten().cpu()
+            used = self.indices_of(batch)
         if not isinstance(sampler, TrainBatches):
-            tally.add(indices)
-        elif sampler.counts(tally.taken % len(sampler))[sampler.share.rank]:  # otherwise the sample is borrowed
-            tally.add(indices, _stride(loader))
+            tally.add(used)
+        elif sampler.equal or sampler.counts(tally.taken % len(sampler))[sampler.share.rank]:  # or else it is borrowed
+            tally.add(used, _stride(loader))
         tally.batches += 1
         tally.taken += 1
 
@@ -177,6 +138,7 @@ def _tally(state: dict[str, Any]) -> Tally:
 
 def _reduced(trainer: Trainer, tally: Tally) -> Tally:
     """The tally of all ranks, on all ranks; all ranks call it."""
+    tally.settle()
     if tally.samples is None:
         tally.grow(int(_met(trainer, torch.tensor(len(tally.counts)), dist.ReduceOp.MAX)))
     own = torch.cat((tally.counts.int(), torch.tensor([tally.blind, tally.descents], dtype=torch.int32)))
