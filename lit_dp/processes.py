@@ -45,11 +45,12 @@ def start_ranks(trainer: Any) -> None:
         return  # no number; the trainer says so
     if ranks < 2 or not _is_started_from_outside(trainer):
         return
-    launch.check(started, ranks, trainer.num_nodes, distributed=True)  # ranks find the variables that we set
+    hosts = launch.hosts(started, trainer.num_nodes)
+    launch.check(started, ranks, hosts, distributed=True)  # ranks find the variables that we set
     from lit_dp.engine.supervisor import supervise  # not on Windows
 
     command = None if _may_fork(available) else [sys.executable, *sys.orig_argv[1:]]
-    rank = supervise(ranks, trainer.num_nodes, command)
+    rank = supervise(ranks, hosts, command)
     for rank_zero_only in (_lightnings, _torchmetrics):  # they looked for LOCAL_RANK on import, before the fork
         rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
 

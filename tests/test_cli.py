@@ -1,6 +1,7 @@
 """The command line: what a run leaves behind, and one clear line for everything a person may get wrong."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_fit_says_the_best_value_where_it_is_and_what_to_type_next(run: tuple[Pa
     command[0] = "validate"
     for ranks in (1, 2):
         ended = lit_dp(*command, ranks=ranks, cwd=folder.parents[1])[0]
-        assert f"{best:.4f}" in ended.out  # the table prints more digits of the same number
+        found = re.search(r"val/acc\W+([\d.]+)", ended.out)
+        assert found is not None, ended
+        assert f"{float(found[1]):.4f}" == f"{best:.4f}"  # the table prints more digits of the same number
 
 
 def test_saved_config_runs_again_unchanged(run: tuple[Path, Ended]) -> None:

@@ -56,7 +56,8 @@ def on(signum, code):
 
 def sleep():
     say("ready")
-    time.sleep(60)
+    for _ in range(600):  # Python sleeps through a signal that comes just before
+        time.sleep(0.1)
 """
 
 
@@ -87,13 +88,7 @@ class Command:
 
     def end(self, timeout: float = 10) -> Ended:
         begun = time.monotonic()
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        finally:
-            for pid in descendants(self.process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.kill()
+        out, err = self.process.communicate(timeout=timeout)
         seconds = time.monotonic() - begun
         return Ended(self.process.returncode, (self.out + out).splitlines(), err.splitlines(), seconds)
 
@@ -101,9 +96,32 @@ class Command:
 def started(command: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     pipe: Any = subprocess.PIPE
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=cwd, env=inherited | env, stdout=pipe, stderr=pipe, text=True, preexec_fn=os.setpgrp
     )
+    _running.append(process)
+    return process
+
+
+_running: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Also of a test that has failed."""
+    yield
+    while _running:
+        end_all_of(_running.pop())
+
+
+def end_all_of(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        for pid in descendants(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+    if process.stdout is not None and not process.stdout.closed:
+        process.communicate(timeout=60)
 
 
 def read_until(process: subprocess.Popen[str], enough: Callable[[str], bool], seconds: float) -> str:
@@ -115,8 +133,8 @@ def read_until(process: subprocess.Popen[str], enough: Callable[[str], bool], se
         ready = left > 0 and select.select([process.stdout], [], [], left)[0]
         more = os.read(process.stdout.fileno(), 4096).decode(errors="ignore") if ready else ""
         if not more:
-            process.kill()
-            raise AssertionError(f"only {said!r}, then {process.communicate(timeout=20)}")
+            end_all_of(process)
+            raise AssertionError(f"only {said!r}")
         said += more
     return said
 
@@ -415,6 +433,17 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert (ended.code, ended.out.count("True")) == (0, 2)
 
 
+def test_the_exit_code_does_not_need_a_terminal() -> None:
+    command = Command("on(signal.SIGTERM, 3)\nsleep()").wait_for("ready", "ready")
+    assert command.process.stderr is not None
+    command.process.stderr.close()
+    command.process.stderr = None
+    until(lambda: state(command.process.pid) == "S")
+    command.process.send_signal(signal.SIGHUP)
+    assert command.process.wait(10) == 3
+    assert command.process.communicate()[0].count("SIGTERM") == 2
+
+
 def test_ctrl_c_of_a_terminal_is_one_sigterm_for_each_rank() -> None:
     body = "on(signal.SIGTERM, 75), on(signal.SIGINT, 1)\nsleep()"
     said, code = in_terminal(body, {b"ready": b"\x03"})
@@ -653,10 +682,7 @@ def test_ranks_are_new_interpreters_where_an_import_has_used_openmp(tmp_path: Pa
     process = started(
         [sys.executable, "-m", "lit_dp", "fit", *args], tmp_path, PYTHONPATH=str(REPOSITORY), LIT_DP_CPU_THREADS="2"
     )
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "CPU threads each: 2 (LIT_DP_CPU_THREADS=2)" in out
     assert "epoch 1/1" in out

@@ -114,6 +114,11 @@ def processes_per_host(launch: Launch, requested: Any, accelerators: int) -> Any
     return requested if requested != "auto" else accelerators or launch.local_world_size or CPU_PROCESSES
 
 
+def hosts(launch: Launch, requested: int | Literal["auto"]) -> int:
+    """What `num_nodes: auto` means: the hosts that the launcher started processes on, or this one."""
+    return (launch.hosts or 1) if requested == "auto" else requested
+
+
 def check(
     launch: Launch,
     devices: int,

@@ -8,6 +8,7 @@ Neither torch nor Lightning is imported here.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -65,6 +66,7 @@ def _forked(ranks: int, signals: SignalPipe) -> list[int]:
     """Process ids of all ranks, in the supervisor; in a rank, those of the ranks before it."""
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.freeze()  # what was imported is shared: collections, and the end of the interpreter, would copy it page by page
     signals.hold_back()
     pids: list[int] = []
     try:
