@@ -15,6 +15,11 @@ def main() -> None:
     """Run the command that was typed."""
 
     def run() -> None:
+        if sys.argv[1:2] == ["bench"]:
+            from lit_dp.commands.bench import main as bench
+
+            bench(sys.argv[2:])
+            return
         from lit_dp.cli import LitCLI
 
         LitCLI()
@@ -89,9 +94,8 @@ def _say(text: str, error: Exception) -> None:
 
 def _leave_process_group() -> None:
     """Lightning does not: without it some gloo exits abort after a successful run."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # not imported just to leave
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 

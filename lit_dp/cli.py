@@ -14,14 +14,15 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lit_dp.data import ImageDataModule
-from lit_dp.engine.checkpoint_files import hyperparameters
+from lit_dp.engine import launch
+from lit_dp.engine.checkpoint_files import examine, hyperparameters
 from lit_dp.engine.checkpoints import BestCheckpoint, LastCheckpoint
 from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.plan import PrintPlan
 from lit_dp.engine.predictions import PredictionFile
 from lit_dp.engine.progress import EpochLines
-from lit_dp.engine.restart import mode
+from lit_dp.engine.restart import choose, mode
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.errors import ConfigError
 from lit_dp.processes import start_ranks
@@ -40,6 +41,8 @@ def _quieten() -> None:
         ".*is not supported by the model summary",  # bf16-mixed
         ".*callbacks used to create the checkpoint need to be provided",  # evaluation saves none
         "Checkpoint directory .* exists and is not empty",  # where a run is resumed, that is its place
+        "The `srun` command is available",  # the plan says who started how many processes
+        "The dirpath has changed from",  # a run that goes on in a new folder looks for the best of its own there
     ):
         warnings.filterwarnings("ignore", text)
 
@@ -93,16 +96,28 @@ class LitCLI(LightningCLI):
         lays them over (PL PR 21455, FAULTS 18)."""
         if not (command := self.config.get("subcommand")):
             return
-        path = self.config[command].get("resume") or self.config[command].get("ckpt_path")
-        saved = hyperparameters(path) if path and Path(path).is_file() else {}
+        path = self._checkpoint_of(self.config[command])
+        saved = hyperparameters(path) if path is not None and not examine(path, every_record=False).fault else {}
         given = self._given[command].get("model") or Namespace()
-        kind = saved.pop("_class_path", None)
+        kind = saved.get("_class_path")
+        saved = {name: value for name, value in saved.items() if not name.startswith("_")}
         if not saved or (kind is not None and given.get("class_path") not in (None, kind)):
             return
         names = {name for name in saved if f"init_args.{name}" not in given}
         model = {"class_path": kind or self.config[command].model.class_path}
         model["init_args"] = {name: value for name, value in saved.items() if name in names}
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+
+    def _checkpoint_of(self, config: Namespace) -> Path | None:
+        """The local file that a command starts from. Where a job is started again it is told the same as before."""
+        resume, path = config.get("resume"), config.get("ckpt_path")
+        if self.config.subcommand == "fit" and (resume := mode(resume, path)) not in ("never", "again"):
+            name = config.name or config_name(config.config)
+            choice = choose(resume, Path(config.trainer.default_root_dir) / name / "checkpoints")
+            if choice.refusal is not None and launch.detect().world_size in (None, 1):  # others would wait for this one
+                raise ConfigError(choice.refusal)
+            path = choice.path
+        return Path(path) if path is not None and Path(path).is_file() else None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -121,7 +136,7 @@ class LitCLI(LightningCLI):
     def _plan_only(self, config: Any) -> None:
         """Keep the devices that are planned for from being looked for: one process plans for any number."""
         config.devices = config.devices or config.trainer.devices
-        config.nodes = config.nodes or config.trainer.num_nodes
+        config.nodes = config.nodes or launch.hosts(launch.detect(), config.trainer.num_nodes)
         for name, value in {"devices": 1, "num_nodes": 1, "accelerator": "cpu", "precision": None}.items():
             config.trainer[name] = value
 

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -12,12 +12,14 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from lit_dp.engine import launch, restart
 from lit_dp.engine.checkpoints import LastCheckpoint, last_path
+from lit_dp.engine.configured import Configured
 from lit_dp.engine.exchange_state import ExchangeState
 from lit_dp.engine.guards import guards
 from lit_dp.engine.logged_state import LoggedState
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
 from lit_dp.engine.preemption import Preemption
+from lit_dp.engine.rendezvous import renew
 from lit_dp.engine.resume import Resume
 from lit_dp.engine.run_folder import RunFolder
 from lit_dp.engine.sharding import Sharder
@@ -32,7 +34,7 @@ class Trainer(pl.Trainer):
         accelerator: `auto` takes the accelerator that is there, or the CPU.
         devices: devices a host; `auto` takes all accelerators, or as many CPU processes as the launcher
             started on this host, or two.
-        num_nodes: hosts.
+        num_nodes: hosts; `auto` takes as many as the launcher says, which may differ when it starts the job again.
         strategy: `exact_ddp` is ours, `ddp` Lightning's own.
         use_distributed_sampler: False leaves every loader as it is, on all ranks.
 
@@ -46,7 +48,7 @@ class Trainer(pl.Trainer):
         *,
         accelerator: str | Accelerator = "auto",
         devices: list[int] | str | int = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | Literal["auto"] = 1,
         strategy: str | Strategy = "exact_ddp",
         use_distributed_sampler: bool = True,
         **kwargs: Any,
@@ -59,6 +61,7 @@ class Trainer(pl.Trainer):
         self.launch = launch.detect()
         available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
         devices = launch.processes_per_host(self.launch, devices, available)
+        num_nodes = launch.hosts(self.launch, num_nodes)
         single = isinstance(strategy, SingleDeviceStrategy) or (strategy == "auto" and _count(devices, available) == 1)
         launch.check(self.launch, _count(devices, available), num_nodes, distributed=not single)
         virtual_ranks = getattr(strategy, "virtual_ranks", None)
@@ -69,6 +72,7 @@ class Trainer(pl.Trainer):
             own = [
                 *guards(getattr(strategy, "nonfinite", "stop")),
                 ExchangeState(),
+                Configured(),
                 Resume(),
                 LoggedState(),
                 Preemption(),
@@ -119,6 +123,7 @@ class Trainer(pl.Trainer):
         Raises:
             ConfigError: there is nothing to resume from, or it cannot be resumed exactly.
         """
+        restart.begin_fit()
         path = self._agreed(restart.mode(resume, ckpt_path))
         for callback in self.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, Resume):
@@ -159,6 +164,7 @@ class Trainer(pl.Trainer):
             return Peers(0, 1)
         assert self.strategy.accelerator is not None
         self.strategy.accelerator.setup_device(self.strategy.root_device)
+        renew()
         self.strategy.setup_distributed()
         return Peers(self.global_rank, self.world_size)
 

@@ -26,7 +26,7 @@ COMMON = {
     "data": "LightningDataModule, by import path; then --data.ARGUMENT VALUE",
     "trainer.accelerator": "auto, cpu, gpu, ...",
     "trainer.devices": "devices a host; auto: all accelerators, or two CPU processes",
-    "trainer.num_nodes": "hosts",
+    "trainer.num_nodes": "hosts; auto: as many as the launcher says",
     "trainer.strategy": "how devices work together",
     "trainer.max_epochs": "passes over the data",
     "trainer.precision": "32-true, bf16-mixed, 16-mixed, ...",

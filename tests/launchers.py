@@ -5,14 +5,16 @@ interpreter, is for the few tests that are about it.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,29 +26,46 @@ LAUNCHERS = ("lit_dp", "torchrun")
 Run = Callable[..., None]
 
 
+class Elastic(NamedTuple):
+    """One of the one or two hosts of a torchrun job, which may come and go; the one that `is_first` must stay."""
+
+    port: int
+    is_first: bool = True
+    run_id: str = "none"
+
+
 class Launched:
     """A launcher and its ranks, which run `function(*args)` as `python -m lit_dp` runs its commands.
 
     Args:
         launcher: "lit_dp" or "torchrun".
-        ranks: how many; torchrun may be given "1:4" only in a real one.
+        ranks: how many on this host.
         function: what each rank runs; it may call `announce`.
         folder: of this run's output and notes; must be there and empty.
         max_restarts: torchrun's.
+        elastic: of torchrun; each host has its own `Launched`.
     """
 
     def __init__(
-        self, launcher: str, ranks: int, function: Run, *args: Any, folder: Path, max_restarts: int = 0
+        self,
+        launcher: str,
+        ranks: int,
+        function: Run,
+        *args: Any,
+        folder: Path,
+        max_restarts: int = 0,
+        elastic: Elastic | None = None,
     ) -> None:
         self.folder = folder
         self._begun = time.monotonic()
-        start = _supervised if launcher == "lit_dp" else _under_torchrun
+        start = _supervised if launcher == "lit_dp" else partial(_under_torchrun, elastic)
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()  # the group is what is left behind
             for name, stream in (("out", 1), ("err", 2)):
                 os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's
+            faulthandler.enable(2)
             _end(lambda: start(ranks, folder, max_restarts, function, args))
 
     def wait_for(self, name: str, count: int = 1, seconds: float = 30) -> None:
@@ -139,16 +158,22 @@ def _supervised(ranks: int, folder: Path, max_restarts: int, function: Run, args
     _run(folder, function, args)  # `_end` of the caller is this rank's
 
 
-def _under_torchrun(ranks: int, folder: Path, max_restarts: int, function: Run, args: tuple) -> None:
+def _under_torchrun(
+    elastic: Elastic | None, ranks: int, folder: Path, max_restarts: int, function: Run, args: tuple
+) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # A host that is lost is missed after 5 s; one that may still come is waited for a second.
+    quickly = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5, "timeout": 30}
     config = LaunchConfig(
         min_nodes=1,
-        max_nodes=1,
+        max_nodes=1 if elastic is None else 2,
         nproc_per_node=ranks,
-        run_id=f"test-{os.getpid()}",
+        run_id=f"test-{os.getpid()}" if elastic is None else elastic.run_id,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+        rdzv_endpoint=f"127.0.0.1:{free_port() if elastic is None else elastic.port}",
+        rdzv_configs={} if elastic is None else {**quickly, "is_host": elastic.is_first},
+        local_addr=None if elastic is None else "127.0.0.1",
         max_restarts=max_restarts,
         monitor_interval=0.05,
         start_method="fork",

@@ -62,7 +62,7 @@ def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RUN_ID": f"test on {port}",  # another job each time, none that is started again
     }
 
 

@@ -1,23 +1,22 @@
 """L2 for what people train with: each job leaves the same on 1, 2 and 4 processes, or is refused with the reason."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lit_dp.engine import evaluation, strategy
+from lit_dp.engine import evaluation
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.training import quiet_trainer
 
 V = 4
@@ -229,69 +228,3 @@ def _refusal(module: type[LightningModule], more: dict[str, Any], train: Any) ->
     except ConfigError as error:
         return str(error)
     return ""
-
-
-# --- an epoch's checkpoint, resumed on another number of processes ---
-
-
-class Saved(ModelCheckpoint):
-    def __init__(self, folder: Path, how: dict[str, Any]) -> None:
-        super().__init__(folder, filename="last", enable_version_counter=False, **how)
-
-
-def part(folder: Path, how: dict[str, Any], workers: int, epochs: int, path: Path | None, wrong: bool = False) -> Any:
-    if wrong:
-        strategy.epoch_to_train = lambda trainer: trainer.current_epoch
-    seed_everything(1, verbose=False)
-    module, kept = Plain(), Kept()
-    trainer = quiet_trainer(
-        strategy=ExactDDPStrategy(virtual_ranks=V, timeout=20),
-        max_epochs=epochs,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        enable_checkpointing=path is None,
-        callbacks=[kept] if path is not None else [kept, Saved(folder, how)],
-    )
-    train = DataLoader(rows(40), 2, shuffle=True, num_workers=workers)
-    trainer.fit(module, train, DataLoader(rows(37), 2), ckpt_path=path, weights_only=True)
-    return sha256(module.state_dict()), kept.rows[-1]
-
-
-EPOCH_ENDS = {
-    "after the epoch": {"save_on_train_epoch_end": True},
-    "after validation": {"save_on_train_epoch_end": False},
-    "at its last step": {"every_n_train_steps": 5},
-}
-
-
-RESUMES = pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
-
-
-@RESUMES
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", EPOCH_ENDS.values(), ids=EPOCH_ENDS.keys())
-def test_an_epochs_checkpoint_is_resumed_on_any_number_of_processes(
-    how: dict[str, Any], workers: int, tmp_path: Path
-) -> None:
-    whole = run_ranks(1, part, tmp_path / "whole", how, workers, 3, None)[0]
-    run_ranks(2, part, tmp_path / "half", how, workers, 1, None)
-    saved = tmp_path / "half/last.ckpt"
-    # Counts of Lightning's in the other two are those of two processes.
-    for world_size in (1, 2, 4) if how == EPOCH_ENDS["after the epoch"] else (2,):
-        assert run_ranks(world_size, part, tmp_path / "rest", how, workers, 3, saved)[0] == whole, world_size
-
-
-@RESUMES
-def test_a_step_that_is_resumed_in_its_midst_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, part, tmp_path, EPOCH_ENDS["after validation"], 0, 1, None)  # 10 micro-batches, of 20 here
-    with pytest.raises(RankFailed, match="resumed at micro-batch 10, within a step of 4"):
-        run_ranks(1, part, tmp_path, EPOCH_ENDS["after validation"], 0, 3, tmp_path / "last.ckpt")
-
-
-@RESUMES
-def test_resume_in_lightnings_count_of_epochs_reads_one_twice(tmp_path: Path) -> None:
-    """FAULTS 6, with workers or without. Fails when upstream has mended it: then `epoch_to_train` can go."""
-    how = EPOCH_ENDS["after the epoch"]
-    run_ranks(1, part, tmp_path, how, 0, 1, None)
-    right = run_ranks(1, part, tmp_path, how, 0, 3, tmp_path / "last.ckpt")[0]
-    assert run_ranks(1, part, tmp_path, how, 0, 3, tmp_path / "last.ckpt", True)[0] != right

@@ -21,7 +21,8 @@ def layout(model: Any) -> Layout:
     if not isinstance(model, DistributedDataParallel):
         return []
     model.reducer._rebuild_buckets()  # otherwise done when the second step begins
-    model.logger.set_runtime_stats_and_log()  # otherwise when the third does
+    logger: Any = model.logger
+    logger.set_runtime_stats_and_log()  # otherwise when the third does
     said = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return [[int(index) for index in bucket.split()] for bucket in said.split(",") if bucket.strip()]
 
@@ -29,15 +30,16 @@ def layout(model: Any) -> Layout:
 @contextmanager
 def laid_out(given: Layout) -> Iterator[None]:
     """Let a model that is wrapped meanwhile begin with this layout; as usual where it is empty, or of another model."""
-    usual = dist._compute_bucket_assignment_by_size
+    c10d: Any = dist
+    usual = c10d._compute_bucket_assignment_by_size
 
     def chosen(tensors: list[Any], limits: list[int], *more: Any, **named: Any) -> tuple[Layout, list[int]]:
         if sorted(index for bucket in given for index in bucket) != list(range(len(tensors))):
             return usual(tensors, limits, *more, **named)
         return given[::-1], [limits[-1]] * len(given)  # DDP reverses both
 
-    dist._compute_bucket_assignment_by_size = chosen
+    c10d._compute_bucket_assignment_by_size = chosen
     try:
         yield
     finally:
-        dist._compute_bucket_assignment_by_size = usual
+        c10d._compute_bucket_assignment_by_size = usual

@@ -16,7 +16,7 @@ from lit_dp.errors import ConfigError
 
 class BestCheckpoint(ModelCheckpoint):
     """ModelCheckpoint that gives ties to the later epoch: on a small validation set the first of many equal values is
-    the least trained. Arguments are ModelCheckpoint's."""
+    the least trained. It saves between steps, not between the micro-batches of one. Arguments are ModelCheckpoint's."""
 
     def __init__(
         self,
@@ -33,6 +33,12 @@ class BestCheckpoint(ModelCheckpoint):
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         tie = current is not None and self.best_model_score is not None and bool(current == self.best_model_score)
         return tie or super().check_monitor_top_k(trainer, current)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        # With every_n_train_steps Lightning looks again after each micro-batch: the gradients of those before are in no
+        # file, and which they are depends on the number of processes.
+        if not trainer.fit_loop._should_accumulate():
+            super().on_train_batch_end(trainer, *args)
 
 
 class LastCheckpoint(Callback):

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from lit_dp.collectives import Algorithm
 from lit_dp.engine.agreement import fingerprint
 from lit_dp.engine.position import Position
 from lit_dp.engine.samplers import AsGiven, TrainBatches
+from lit_dp.engine.virtual_ranks import TREES
 from lit_dp.engine.wrapping import Wrapping
 
 SAMPLES, CONTENT = "samples in the training dataset", "fingerprint of the training dataset"
@@ -70,14 +72,17 @@ def differences(saved: Position, now: Position, another_dataset: bool = False) -
     if saved.within:
         batches = "micro-batch" if saved.within == 1 else "micro-batches"
         changes.append(f"it was saved within a step, after {saved.within} {batches} of {saved.micro_batches}")
+    if not saved.loaders:  # nothing had been trained
+        return changes
     if len(saved.loaders) != len(now.loaders):
         return [*changes, f"{len(saved.loaders)} training loaders were read, now {len(now.loaders)}"]
     for before, after in zip(saved.loaders, now.loaders, strict=True):
-        changes += [
-            _change(what, before.get(what), value)
-            for what, value in after.items()
-            if before.get(what) != value and not (another_dataset and what in (SAMPLES, CONTENT))
-        ]
+        changed = [what for what, value in after.items() if before.get(what) != value]
+        if another_dataset:
+            changed = [what for what in changed if what not in (SAMPLES, CONTENT)]
+        if SAMPLES in changed:
+            changed = [what for what in changed if what != CONTENT]
+        changes += [_change(what, before.get(what), after[what]) for what in changed]
         if "ranks" not in after and saved.world_size != now.world_size:
             changes.append(f"processes were {saved.world_size} and are {now.world_size}")
     return changes
@@ -92,6 +97,21 @@ def _change(what: str, before: Any, after: Any) -> str:
     if what == CONTENT:
         return "the training dataset holds something else"
     return f"{what}: {before} before, {after} now"
+
+
+def rounding(saved: Position, now: Position) -> list[str]:
+    """A line where gradients are added in another order than before: the training is the same, but for the last bits of
+    sums."""
+    ranks = max([loader.get("ranks", saved.world_size) for loader in saved.loaders], default=1)
+    before, after = (_adding(position, ranks) for position in (saved, now))
+    return [f"gradients met by {before}, and do by {after}: the last bits of their sums may differ"] * (before != after)
+
+
+def _adding(position: Position, ranks: int) -> str:
+    name = position.all_reduce
+    if name in TREES or (ranks <= 2 and name in {algorithm.value for algorithm in Algorithm}):
+        return "a binary tree"
+    return f"{name} on {position.world_size} processes"
 
 
 def overridden(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ batch sampler, dataset and collate function are replaced, by ones that hold the 
 """
 
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -69,20 +70,23 @@ SECONDS_AFTER_SIGTERM = 5
 
 class WorkerStart:
     """Begins a loader worker. SIGTERM, which Slurm and others send to all processes of a job, lets it go on for a
-    while: its rank needs it until it has saved. A user's worker_init_fn finds the user's own dataset in torch's worker
-    info, not our wrapping.
+    while: its rank needs it until it has saved; so do other signals of a job's. A user's worker_init_fn finds the
+    user's own dataset in torch's worker info, not our wrapping.
     """
 
     def __init__(self, inner: Callable[[int], None] | None) -> None:
         self.inner = inner
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM) and None)
+        if threading.current_thread() is threading.main_thread():  # torch has workers that are threads, too
+            signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM) and None)
+            for signum in (signal.SIGINT, signal.SIGUSR1):
+                signal.signal(signum, signal.SIG_IGN)
         if self.inner is None:
             return
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
-            info.__dict__["dataset"] = info.dataset.inner  # its __setattr__ refuses
+            object.__setattr__(info, "dataset", info.dataset.inner)  # it is frozen
         self.inner(worker)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lit_dp.engine.buckets import Layout, layout
 from lit_dp.engine.evaluation import scheduled
@@ -35,7 +35,9 @@ class Position:
         loaders: what is read, one entry a training loader (see `differences.described`).
         cut: in the hooks at whose end it was saved, so that Lightning had still something to do there.
         within: micro-batches of a step that was not completed; what they left in the gradients is lost.
-        buckets: in which gradients met.
+        all_reduce, buckets: how gradients met.
+        saved_at: the step at which each ModelCheckpoint saved last.
+        deferred: those that wait for the end of a validation.
     """
 
     epoch: int
@@ -47,7 +49,10 @@ class Position:
     loaders: list[dict[str, Any]] = field(default_factory=list)
     cut: Literal["batch", "epoch"] | None = None
     within: int = 0
+    all_reduce: str = "native"
     buckets: Layout = field(default_factory=list)
+    saved_at: dict[str, int] = field(default_factory=dict)
+    deferred: list[str] = field(default_factory=list)
 
     def saved(self) -> dict[str, Any]:
         """As plain containers, which load with weights_only=True."""
@@ -59,6 +64,7 @@ class Position:
         epochs: Any = trainer.fit_loop.epoch_progress.current
         progress = trainer.fit_loop.epoch_loop.batch_progress
         batches: Any = progress.current
+        checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         moment = _coming(trainer) if moment == "other" else moment
         micro_batches = accumulation(trainer, epochs.processed)
         over = progress.is_last_batch and batches.processed == batches.ready
@@ -73,7 +79,10 @@ class Position:
             loaders=loaders,
             cut=_cut(trainer),
             within=0 if over else within,
+            all_reduce=getattr(trainer.strategy, "all_reduce", "native"),
             buckets=layout(trainer.strategy.model),
+            saved_at={c.state_key: c._last_global_step_saved for c in checkpoints},
+            deferred=[c.state_key for c in checkpoints if c._defer_save_until_validation],
         )
 
 

@@ -1,12 +1,14 @@
 """SIGTERM, SIGUSR1 or Ctrl-C, to any ranks at any moments: all stop at one step, save once and leave within seconds."""
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,16 +67,18 @@ class Preemption(Callback):
         trainer.strategy.barrier("preemption")  # nobody asks before all of them hear it
         self._listener = threading.Thread(target=self._listen, args=[self._signals], name="lit_dp signals", daemon=True)
         self._listener.start()
-        _children.are_workers = True
+        _children.adopt()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+        self._agreement = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
         if isinstance(exception, Preempted):
             for signum in SIGNALS - {signal.SIGINT}:  # torchrun sends SIGTERM to all as soon as one has ended
                 signal.signal(signum, signal.SIG_IGN)
+            _children.end()
 
     def _close(self) -> None:
         signals, self._signals = self._signals, None
@@ -109,7 +113,7 @@ class Preemption(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if trainer.sanity_checking or not _may_stop_within(trainer):
+        if self._agreement is None or trainer.sanity_checking or not _may_stop_within(trainer):
             return
         # The last batch of every loader is followed by what ranks do together, and they have unequal numbers of them.
         last = batch_idx + 1 >= trainer.num_val_batches[dataloader_idx]  # pyright: ignore[reportIndexIssue]
@@ -139,6 +143,11 @@ class _Children:
 
     are_workers = False
 
+    def adopt(self) -> None:
+        self.are_workers = True
+        # At the end of a process multiprocessing sends them SIGTERM, after which they go on for a while, and waits.
+        Finalize(None, self.end, exitpriority=100)
+
     def after_fork(self) -> None:
         if self.are_workers:
             signal.set_wakeup_fd(-1)
@@ -146,6 +155,13 @@ class _Children:
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             die_with_parent(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Those that nobody needs any more, without waiting for what they read."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's takes it for a failure
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
 
 
 _children = _Children()

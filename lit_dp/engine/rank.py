@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lit_dp.engine.failures import Failures
 from lit_dp.engine.loaders import last_delivered
 from lit_dp.engine.peers import Peers
+from lit_dp.engine.rendezvous import renew
 from lit_dp.errors import ConfigError, RunError
 
 
@@ -40,6 +41,10 @@ class RankStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        renew()
+        super().setup_distributed()
 
     def watch_for_failures(self) -> None:
         """From here on. All ranks call it."""

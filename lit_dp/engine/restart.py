@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -17,6 +17,8 @@ from lit_dp.engine.peers import Peers
 from lit_dp.errors import ConfigError
 
 MODES = ("auto", "required", "never", "again")
+LIGHTNINGS = ("best", "hpc", "registry")
+"""What Lightning has names for."""
 JOB = ".job"
 """File in a run folder: the names of the launcher's job that made it, a line each."""
 
@@ -65,8 +67,10 @@ def choose(resume: str, folder: FilePath, job: Collection[str] = ()) -> Choice:
         return Choice(passed_over=tuple(faults))
     if resume not in MODES:
         given = located(resume)
-        if not isinstance(given, Path) or not given.is_dir():
-            return Choice(resume)  # a file, or a remote one; the load says what is wrong with it
+        if not isinstance(given, Path) or given.is_file() or resume.split(":")[0] in LIGHTNINGS:
+            return Choice(resume)  # the load says what is wrong with it
+        if not given.is_dir():
+            return Choice(refusal=f"there is no checkpoint {resume}: give a file, a run folder, {', '.join(MODES[:3])}")
         resume, folder = "required", given / "checkpoints" if (given / "checkpoints").is_dir() else given
     path, passed_over = newest(folder)
     if path is None and resume == "required":
@@ -75,8 +79,17 @@ def choose(resume: str, folder: FilePath, job: Collection[str] = ()) -> Choice:
     return Choice(None if path is None else str(path), tuple(passed_over))
 
 
+_fits = 0  # of this process
+
+
+def begin_fit() -> None:
+    """Called once for each training: a job may have several, one after the other, as it does when started again."""
+    global _fits
+    _fits += 1
+
+
 def names(env: Mapping[str, str] = os.environ) -> list[str]:
-    """What this job can be known by when its launcher starts it again; empty where no launcher does so.
+    """What this training can be known by when its launcher starts the job again; empty where no launcher does so.
 
     Every torchrun's agent names it: a job lives as long as one of its agents does. The run id alone does not, since
     people use one again.
@@ -84,9 +97,9 @@ def names(env: Mapping[str, str] = os.environ) -> list[str]:
     known = []
     if (run_id := env.get("TORCHELASTIC_RUN_ID")) is not None:
         known += [f"torchrun {run_id} {socket.gethostname()} {_parent()}", f"torchrun {run_id}"]
-    if (job_id := env.get("SLURM_JOB_ID")) is not None:  # which may run several trainings, one after the other
+    if (job_id := env.get("SLURM_JOB_ID")) is not None:  # a script may type several commands
         known.append(f"slurm {job_id} {env.get('SLURM_STEP_ID', '')} {shlex.join(sys.argv)!r}")
-    return known
+    return [f"{name}, fit {_fits}" for name in known]
 
 
 def started_as(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -94,9 +107,11 @@ def started_as(env: Mapping[str, str] = os.environ) -> list[str]:
 
     torchrun counts failures only, not that hosts came or went (TORCHELASTIC_RESTART_COUNT stays 0 then).
     """
-    torchrun_again, slurm_again = (_positive(env, f"{of}_RESTART_COUNT") for of in ("TORCHELASTIC", "SLURM"))
-    by_id = {f"torchrun {env.get('TORCHELASTIC_RUN_ID')}"} if not torchrun_again else {"torchrun none"}
-    return [name for name in names(env) if name not in by_id and (slurm_again or not name.startswith("slurm "))]
+    run_id = env.get("TORCHELASTIC_RUN_ID")
+    by_id = run_id != "none" and _positive(env, "TORCHELASTIC_RESTART_COUNT")
+    doubtful = () if by_id else (f"torchrun {run_id}, fit {_fits}",)
+    slurm_again = _positive(env, "SLURM_RESTART_COUNT")
+    return [name for name in names(env) if name not in doubtful and (slurm_again or not name.startswith("slurm "))]
 
 
 def made_by(job: Collection[str], folder: Path) -> list[Path]:
@@ -109,17 +124,36 @@ def made_by(job: Collection[str], folder: Path) -> list[Path]:
 
 
 class JobMark(Callback):
-    """Notes in the folder of a run that saves checkpoints by what its job can be known."""
+    """Notes in the folder of a run by what its job can be known: at the start where it has a folder of its own, which
+    a logger makes, otherwise when it saves a checkpoint there."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or not any(isinstance(c, Checkpoint | LastCheckpoint) for c in trainer.callbacks):  # pyright: ignore
+        saves = any(isinstance(c, Checkpoint | LastCheckpoint) for c in trainer.callbacks)  # pyright: ignore
+        if stage != "fit" or not saves or not names():
+            return
+        of_ranks = Peers(trainer.global_rank, trainer.world_size).gather(names())
+        self._lines = list(dict.fromkeys(f"{name}\n" for of_rank in of_ranks for name in of_rank))
+        if trainer.logger is not None:
+            self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if not self._lines:
+            return
+        own, callbacks = os.path.dirname(last_path(trainer)), trainer.callbacks  # pyright: ignore
+        if any(isinstance(c, LastCheckpoint) or getattr(c, "dirpath", None) == own for c in callbacks):
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
             return
         folder = located(os.path.dirname(os.path.dirname(last_path(trainer))))
-        of_ranks = Peers(trainer.global_rank, trainer.world_size).gather(names())
-        if isinstance(folder, Path) and names() and trainer.is_global_zero:
+        if isinstance(folder, Path) and trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-            (folder / JOB).write_text("".join(f"{line}\n" for line in lines))
+            (folder / JOB).write_text("".join(lines))
 
 
 def _parent() -> str:

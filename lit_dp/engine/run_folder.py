@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_dp.engine.restart import made_by, started_as
+from lit_dp.engine.restart import made_by
 
 
 class RunFolder(CSVLogger):
@@ -29,7 +30,7 @@ class RunFolder(CSVLogger):
             job that its launcher has started again goes on in the folder that it made, but with `never`.
 
     Attributes:
-        job: what this job was started as before, as `restart.started_as`; the Trainer sets that of all ranks.
+        job: what this job was started as before: `restart.started_as` of all ranks, which the Trainer sets.
     """
 
     def __init__(self, root: str | Path, name: str, resume: str = "never") -> None:
@@ -37,7 +38,7 @@ class RunFolder(CSVLogger):
         super().__init__(save_dir=root, name=name, version="", flush_logs_every_n_steps=1)
         self._claimed: str | None = None
         self.resume = resume
-        self.job = started_as()
+        self.job: Collection[str] = ()
 
     @property
     def name(self) -> str:
@@ -116,7 +117,8 @@ class SaveRunConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.logger, RunFolder) and stage == "fit":
             self.config.name, self.overwrite = trainer.logger.name, True  # the folder is this run's own
-            self.config.resume, self.config.resume_force = None, False
+            for name in ("resume", "resume_force"):  # of fit only; the file is for test and predict, too
+                self.config.pop(name, None)
         super().setup(trainer, pl_module, stage)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_dp.collectives.hooks import GradientExchange, bucket_limits, register
+from lit_dp.engine.buckets import laid_out
 from lit_dp.engine.checkpoint import DurableCheckpointIO
 from lit_dp.engine.evaluation import ExactEvaluation, scheduled
 from lit_dp.engine.metric_states import taken_back, widen
@@ -112,7 +113,8 @@ class ExactDDPStrategy(ExactEvaluation):
         if self._virtual is not None:
             self._ddp_kwargs["forward_sync_buffers"] = False  # they follow virtual rank 0
         self._ddp_kwargs.update(bucket_limits(self.all_reduce, model, self.root_device))
-        return super()._setup_model(model)
+        with laid_out(self.resumed.buckets if self.resumed is not None else []):
+            return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only, and says nothing otherwise (FAULTS 32).

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 
 from lit_dp.engine.signal_pipe import SignalPipe
@@ -75,8 +74,7 @@ class Watch:
         code, words = self._outcome()
         for local, pid in self._living.items():
             words += f"\nerror: rank {self._first + local} was killed and is still there: process {pid}"
-        if words:
-            print(words.lstrip(), file=sys.stderr, flush=True)
+        _say(words.lstrip())
         return code
 
     # --- signals ---
@@ -90,7 +88,7 @@ class Watch:
                 self._kill_all()
                 return
             if signum == signal.SIGINT:
-                print("stopping: all ranks are asked to end; Ctrl-C again kills them", file=sys.stderr, flush=True)
+                _say("stopping: all ranks are asked to end; Ctrl-C again kills them")
             self._handed_on.setdefault(_HANDED_ON[signum], signum)
             for pid in self._living.values():
                 os.kill(pid, _HANDED_ON[signum])  # not its loader workers: it needs them until it has saved
@@ -155,6 +153,12 @@ class Watch:
             asked = signal.Signals(self._handed_on[-code])
             return 128 + asked, f"error: stopped by {asked.name}"
         return _shown(code), f"error: rank {self._first + local} on {socket.gethostname()} {_how(code)}"
+
+
+def _say(words: str) -> None:
+    if words:
+        with contextlib.suppress(OSError):  # the terminal may be gone; the exit code still counts
+            os.write(2, f"{words}\n".encode(errors="replace"))  # not buffered: Python would try again at its end
 
 
 def _shown(code: int) -> int:
