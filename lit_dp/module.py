@@ -28,7 +28,7 @@ class LitClassifier(LightningModule):
     Args:
         network: the torch.nn.Module to train: ours, torchvision's or your own, by class_path.
         num_classes: classes that the labels count; the network must give as many logits.
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer; AdamW if none is given.
         lr_scheduler: any torch LR scheduler; none keeps the learning rate.
         lr_interval: whether the scheduler steps once an `epoch` or once an optimizer `step`.
         label_smoothing: share of each target spread evenly over all classes, 0 to 1.
@@ -38,7 +38,7 @@ class LitClassifier(LightningModule):
         self,
         network: nn.Module,
         num_classes: int,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] = "epoch",
         label_smoothing: float = 0.0,
@@ -48,7 +48,8 @@ class LitClassifier(LightningModule):
         # classes in it would not load with weights_only=True.
         self.network = network
         self.num_classes = num_classes
-        self.make_optimizer = optimizer
+        # Not the argument's default: jsonargparse would hand its settings on to any other class that a config names.
+        self.make_optimizer = optimizer or torch.optim.AdamW
         self.make_lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing

@@ -221,3 +221,17 @@ def test_print_config_shows_what_is_set_and_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(ended.out)
     ended = lit_dp("fit", "--config", "mine.yaml", "--trainer.fast_dev_run", "true", cwd=tmp_path)[0]
     assert ended.code == 0, ended.err
+
+
+def test_an_optimizer_gets_no_settings_of_another_class(tmp_path: Path) -> None:
+    """jsonargparse keeps settings where the class changes: SGD without weight_decay would have AdamW's 0.01."""
+    config = tmp_path / "sgd.yaml"
+    config.write_text(
+        "model: {class_path: lit_dp.LitClassifier, init_args: {num_classes: 10,"
+        " network: {class_path: lit_dp.networks.MLP, init_args: {in_features: 64, num_classes: 10}},"
+        " optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}}}\n"
+    )
+    ended = lit_dp("fit", "--config", config, "--print_config=", cwd=tmp_path)[0]
+    assert ended.code == 0, ended
+    assert "weight_decay: 0.0" in ended.out
+    assert "weight_decay: 0.01" not in ended.out
