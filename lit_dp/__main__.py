@@ -2,13 +2,14 @@
 
 import atexit
 import os
-import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-LOST_PEER = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed", re.IGNORECASE)
+SECONDS_AFTER_RANK_0 = 2
+"""What a rank waits before it says that its configuration is wrong, which rank 0 says too."""
 
 
 def main() -> None:
@@ -49,16 +50,14 @@ def entry() -> NoReturn:
 def guarded(run: Callable[[], None]) -> None:
     """Call `run`. Exit code 0; 1 (the run failed); 2 (what was typed or configured cannot work); or 75 (stopped by a
     signal, and saved: to be run again). Of several ranks that fail only the first says why."""
-    from lit_dp.errors import REPORT, ConfigError, RunError
+    from lit_dp.engine.causes import say, told
+    from lit_dp.errors import ConfigError
 
     try:
         run()
     except Exception as error:
-        known = isinstance(error, ConfigError | RunError)
-        text = error.__dict__.get(REPORT)
-        if text is None and not known and not LOST_PEER.search(str(error)):
-            raise
-        _say(_without_report(error) if text is None else text, error)
+        text = told(error)
+        say(_without_report(error) if text is None else text)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     finally:
         _leave_process_group()
@@ -66,30 +65,20 @@ def guarded(run: Callable[[], None]) -> None:
 
 def _without_report(error: Exception) -> str:
     """The text for a failure that was not shared with other ranks: before they could talk, or with `strategy: ddp`."""
+    import socket
+
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lit_dp.errors import ConfigError, RunError
+    from lit_dp.engine.causes import LOST_PEER, brief, cause
+    from lit_dp.errors import ConfigError
 
     rank = getattr(rank_zero_only, "rank", 0)
-    if isinstance(error, ConfigError):  # a configuration is the same on all ranks: rank 0 speaks for them
-        return f"error: {' '.join(str(error).split())}" if rank == 0 else ""
-    if not isinstance(error, RunError):
+    if isinstance(error, ConfigError):  # most often the same on all ranks: when rank 0 has ended, launchers end others
+        time.sleep(SECONDS_AFTER_RANK_0 * (rank > 0 and "LIT_DP_SUPERVISED" not in os.environ))
+        return f"error: {brief(error)}"
+    if LOST_PEER.search(str(error)):
         return f"error: rank {rank}: stopped, because a rank that it exchanges with has stopped"
-    return f"error: rank {rank}: {' '.join(str(error).split())}"
-
-
-def _say(text: str, error: Exception) -> None:
-    """Print as the last of all: through the supervisor where there is one, which waits until all ranks are gone."""
-    from lit_dp.engine.lifeline import tell_cause
-
-    if not text:
-        return
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints what is in it at its end
-        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-        ErrorHandler().record_exception(error)
-    if not tell_cause(text):
-        print(text, file=sys.stderr, flush=True)
+    return cause(error, f"rank {rank} on {socket.gethostname()}")
 
 
 def _leave_process_group() -> None:

@@ -19,6 +19,7 @@ from lit_dp.engine.logged_state import LoggedState
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
 from lit_dp.engine.preemption import Preemption
+from lit_dp.engine.rank import FirstToHear
 from lit_dp.engine.rendezvous import renew
 from lit_dp.engine.resume import Resume
 from lit_dp.engine.run_folder import RunFolder
@@ -70,6 +71,7 @@ class Trainer(pl.Trainer):
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
             own = [
+                FirstToHear(),
                 *guards(getattr(strategy, "nonfinite", "stop")),
                 ExchangeState(),
                 Configured(),
@@ -132,6 +134,12 @@ class Trainer(pl.Trainer):
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
         finally:
             os.environ.pop(_CHOSEN, None)
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """As Lightning's. All ranks call it."""
+        if isinstance(self.strategy, ExactDDPStrategy):
+            self.strategy.meet("save_checkpoint")
+        super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _agreed(self, resume: str) -> str | None:
         """The checkpoint that rank 0 chooses, on all ranks."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dp.__main__ import guarded
 from lit_dp.engine.supervisor import supervise
@@ -183,6 +184,8 @@ def _under_torchrun(
 
 def _run(folder: Path, function: Run, args: tuple) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's, which a forked rank has
+    rank_zero_only.rank = int(os.environ.get("RANK", os.environ["LOCAL_RANK"]))  # it was looked for before the fork
     announce(folder)
     guarded(lambda: function(*args))
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,13 +21,13 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -41,7 +41,7 @@ from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.preemption import SAVED
 from lit_dp.engine.stopping import StopAgreement, Tick
-from tests.launchers import LAUNCHERS, Launched, announce, launched, note
+from tests.launchers import LAUNCHERS, Launched, launched, note
 from tests.ranks import run_ranks
 from tests.training import Points, faulty_copy, momentum, network, quiet_trainer, seed_everything
 
@@ -58,15 +58,17 @@ BOTH_CODES = {"lit_dp": SAVED, "torchrun": 1}
 class Classifier(LitClassifier):
     """Its learning rate hangs on every validation: one too many or too few, or with wrong weights, changes the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: str) -> None:
         super().__init__(network(), 4, momentum)  # pyright: ignore[reportArgumentType]
+        self.monitor = monitor
 
     def configure_optimizers(self) -> Any:
         optimizer = momentum(self.parameters())
         plateau = ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.2)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss/dataloader_idx_0"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch = batch[1] if isinstance(batch[0], list) else batch
         loss = cross_entropy(self(batch[0]), batch[1])
         self.log("val/loss", loss, sync_dist=True, batch_size=len(batch[1]))
 
@@ -89,7 +91,8 @@ class Data(Points):
         return loader(worker_init_fn=lambda _: begin(str(os.getpid())))
 
     def val_dataloader(self) -> Any:
-        return [DataLoader(Subset(self.dataset, range(n)), 1) for n in (13, 5)]
+        loaders = [DataLoader(Subset(self.dataset, range(n)), 1) for n in (13, 5)]
+        return CombinedLoader(loaders, "min_size") if self.case.together else loaders
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,14 @@ class Case:
     check_every: int | None = None
     strategy: Any = "exact_ddp"
     averaged: bool = False
+    together: bool = False  # whether both validation loaders are read at once
 
 
 def fit(folder: Path, root: Path, case: Case) -> None:
     """What a rank runs: trains to the end, from the last checkpoint in `root` if there is one."""
     seed_everything(3, verbose=False)
-    module, data, ledger = Classifier(), Data(folder, case), Ledger()
+    monitor = "val/loss" if case.together else "val/loss/dataloader_idx_0"
+    module, data, ledger = Classifier(monitor), Data(folder, case), Ledger()
     callbacks = [Watched(folder), LastCheckpoint(), ledger, *([Averaged()] if case.averaged else [])]
     if case.at not in ("", "setup"):
         callbacks.append(signaller(folder, case))
@@ -298,6 +303,7 @@ MOMENTS = {
     "in an accumulation window": Case(at="on_train_batch_end", call=6, accumulate=4),
     "in a validation within a window": Case(at="on_validation_batch_end", call=3, accumulate=4, check_every=2),
     "in a validation with averaged weights": Case(at="on_validation_batch_end", call=3, averaged=True),
+    "in a validation of loaders read together": Case(at="on_validation_batch_end", call=2, slow=0, together=True),
     "with loader workers": Case(at="on_train_batch_end", call=3, workers=2),
 }
 
@@ -339,7 +345,9 @@ def _to_all(run: Launched, signum: int, launcher: bool) -> None:
             os.kill(pid, signum)
 
 
-@pytest.mark.parametrize(("launcher", "signum"), [(of, signal.SIGTERM) for of in LAUNCHERS] + [("lit_dp", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("launcher", "signum"), [(of, signal.SIGTERM) for of in LAUNCHERS] + [("lit_dp", signal.SIGUSR1)]
+)
 def test_a_signal_to_every_process_of_the_job(launcher: str, signum: int, tmp_path: Path, whole: Any) -> None:
     """As Slurm sends it: loader workers get it first of all."""
     case = Case(at="on_train_batch_start", call=2, signum=0, workers=2)
@@ -376,7 +384,17 @@ class Slow(lit_dp.LitClassifier):
 def test_ctrl_c_at_a_terminal(tmp_path: Path) -> None:
     """`python -m lit_dp fit` itself. Once: saved, 75. Twice, in a step that does not end: gone at once, 130."""
     (tmp_path / "slow.py").write_text(SLOW)
-    command = "fit --config digits --model.class_path slow.Slow --trainer.max_epochs 900 --trainer.devices 2".split()
+    command = [
+        "fit",
+        "--config",
+        "digits",
+        "--model.class_path",
+        "slow.Slow",
+        "--trainer.max_epochs",
+        "900",
+        "--trainer.devices",
+        "2",
+    ]
     once = Terminal([*command, "--trainer.accelerator", "cpu"], tmp_path)
     once.read_until("epoch 2")
     once.type("\x03")
@@ -462,7 +480,17 @@ def _exchanges(strategy: Any) -> list[Counter[str]]:
 
         return call
 
-    for name in ("broadcast", "all_reduce", "all_gather", "barrier", "send", "recv", "isend", "irecv", "all_gather_object"):
+    for name in (
+        "broadcast",
+        "all_reduce",
+        "all_gather",
+        "barrier",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "all_gather_object",
+    ):
         setattr(dist, name, counted(name, getattr(dist, name)))
     steps: list[Counter[str]] = []
 
@@ -472,7 +500,9 @@ def _exchanges(strategy: Any) -> list[Counter[str]]:
 
     seed_everything(3, verbose=False)
     data = Points(samples=4 * STEPS, batch_size=2)
-    quiet_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0, callbacks=[Steps()]).fit(Plain(), datamodule=data)
+    quiet_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0, callbacks=[Steps()]).fit(
+        Plain(), datamodule=data
+    )
     return [after - before for before, after in itertools.pairwise(steps)]
 
 

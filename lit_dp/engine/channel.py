@@ -2,30 +2,25 @@
 
 Rank 0 relays. Every rank gets every message, its own too, and all get them in the same order: what came first is the
 same on all ranks, with no further agreement. The system closes the connections of a process that dies, however it
-dies, so its end is a message too.
+dies, so its end is a message too. Nothing runs while nobody speaks.
 """
 
-import secrets
+import os
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener, wait
-from typing import Any, NamedTuple
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+from weakref import WeakSet
 
 from lit_dp.engine.peers import Peers
+from lit_dp.engine.relay import BYE, GONE, LOST, Message, Offer, Relay, over, wait_for_ever
 from lit_dp.errors import RunError
 
-BYE, LOST = "bye", "lost"
+SECONDS_TO_CONNECT = 10
 SECONDS_TO_LEAVE = 1.0
-
-
-class Message(NamedTuple):
-    """What `rank` says. `LOST` is said of it: its connection broke before it said `BYE`."""
-
-    kind: str
-    rank: int
-    content: Any = None
 
 
 class Channel:
@@ -33,7 +28,7 @@ class Channel:
 
     Args:
         peers: all ranks.
-        host: name or address of rank 0's host, as the others see it.
+        host: name or address of rank 0's host, as the others know it.
         receive: takes a message. It must be quick, and must not use torch.distributed.
 
     Raises:
@@ -43,17 +38,15 @@ class Channel:
     def __init__(self, peers: Peers, host: str, receive: Callable[[Message], None]) -> None:
         self.rank, self._receive, self._sending = peers.rank, receive, threading.Lock()
         self._connection: Connection | None = None
+        self._relay = Relay(peers.world_size, host) if peers.world_size > 1 and peers.rank == 0 else None
         self._relay_left, self._ended = False, threading.Event()
         if peers.world_size == 1:
             return
-        relay = _Relay(peers.world_size, host) if peers.rank == 0 else None
-        address, key = peers.from_first((relay.address, relay.key) if relay is not None else None)
-        try:
-            self._connection = Client(address, authkey=key)
-        except OSError as error:
-            raise RunError(f"rank {peers.rank} cannot reach rank 0's host at {address}: {error.strerror}") from error
-        self._connection.send(peers.rank)
-        threading.Thread(target=self._listen, name="lit_dp channel", daemon=True).start()
+        offer: Offer = peers.from_first(self._relay.offer if self._relay is not None else None)
+        self._connection = _connected(offer, peers.rank)
+        _open.add(self)
+        listening = [self._connection, offer.hosts[-1]]
+        threading.Thread(target=self._listen, args=listening, name="lit_dp channel", daemon=True).start()
 
     def post(self, kind: str, content: Any = None) -> None:
         """Say something to all ranks; of any thread. Where nobody is left to hear it nothing happens."""
@@ -61,68 +54,64 @@ class Channel:
         if self._connection is None:
             self._receive(message)
             return
-        with self._sending, suppress(OSError):
+        with self._sending, suppress(OSError):  # it is closed, or rank 0 is gone
             self._connection.send(message)
 
-    def close(self) -> None:
-        """Say goodbye: the end of this process is then no loss. Waits until all others are told."""
-        if self._connection is not None:
-            self.post(BYE)
-            self._ended.wait(SECONDS_TO_LEAVE)
+    def close(self, until_the_end: bool = False) -> None:
+        """Say goodbye: the end of this process is then no loss. Waits until all others are told.
 
-    def _listen(self) -> None:
-        assert self._connection is not None
+        Args:
+            until_the_end: stay connected for as long as this process lives, so that others learn when it is `GONE`;
+                otherwise it is so at once.
+        """
+        if self._connection is None:
+            return
+        self.post(BYE)
+        if self._ended.wait(SECONDS_TO_LEAVE) and not until_the_end:
+            with self._sending:
+                self._connection.close()
+
+    def forget(self) -> None:
+        """In a forked child: as long as a loader worker held it open too, the end of this rank would not be noticed."""
+        for end in (self._connection, self._relay):
+            if end is not None:
+                end.close()
+
+    def _listen(self, connection: Connection, relays_host: str) -> None:
         message = Message("", self.rank)
         try:
-            while message != (BYE, self.rank, None):
-                message = self._connection.recv()
-                self._relay_left |= message == (BYE, 0, None)
+            while message[:2] != (BYE, self.rank):
+                message = connection.recv()
+                self._relay_left |= message[:2] == (BYE, 0)
                 self._receive(message)
         except (EOFError, OSError):
-            if not self._relay_left:
-                self._receive(Message(LOST, 0))
+            self._receive(Message(GONE if self._relay_left else LOST, 0, relays_host))
         self._ended.set()
 
 
-class _Relay:
-    """Rank 0's part: passes every message on to all ranks, one after the other."""
-
-    def __init__(self, world_size: int, host: str) -> None:
-        self.key = secrets.token_bytes(32)
-        self._listener = _listener(host, world_size, self.key)
-        self.address = self._listener.address
-        if self.address[0] == "0.0.0.0":
-            self.address = (socket.gethostbyname(socket.gethostname()), self.address[1])
-        threading.Thread(target=self._run, args=[world_size], name="lit_dp relay", daemon=True).start()
-
-    def _run(self, world_size: int) -> None:
-        ranks: dict[Connection, int] = {}
-        while len(ranks) < world_size:
-            connection = self._listener.accept()
-            ranks[connection] = connection.recv()
-        self._listener.close()
-        while ranks:
-            for connection in wait(list(ranks)):
-                rank = ranks[connection]  # pyright: ignore[reportArgumentType]
-                try:
-                    message = connection.recv()  # pyright: ignore
-                except (EOFError, OSError):
-                    message = Message(LOST, rank)
-                if message.kind in (BYE, LOST):
-                    del ranks[connection]  # pyright: ignore[reportArgumentType]
-                for other in ranks:
-                    _send(other, message)
-                if message.kind == BYE:  # it leaves when all others have heard of it
-                    _send(connection, message)
+_open: "WeakSet[Channel]" = WeakSet()
 
 
-def _send(connection: Any, message: Message) -> None:
-    with suppress(OSError):
-        connection.send(message)
+def _forget_all() -> None:
+    for channel in _open:
+        channel.forget()
 
 
-def _listener(host: str, backlog: int, key: bytes) -> Listener:
-    try:
-        return Listener((host, 0), backlog=backlog, authkey=key)
-    except OSError:  # a name that leads here, but is no address of this host's own: a service in front of it
-        return Listener(("0.0.0.0", 0), backlog=backlog, authkey=key)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _connected(offer: Offer, rank: int) -> Connection:
+    reasons = []
+    for host in (*["127.0.0.1"] * (rank == 0), *offer.hosts):
+        try:
+            link = socket.create_connection((host, offer.port), SECONDS_TO_CONNECT)
+            connection = over(link, 4 * SECONDS_TO_CONNECT)  # others may come first
+            answer_challenge(connection, offer.key)
+            deliver_challenge(connection, offer.key)
+            connection.send((rank, socket.gethostname()))
+            wait_for_ever(connection)
+            return connection
+        except (OSError, EOFError, AuthenticationError) as error:
+            reasons.append(f"{host}: {error or type(error).__name__}")
+    raise RunError(f"rank {rank} on {socket.gethostname()} cannot reach rank 0 ({'; '.join(reasons)})")

@@ -1,122 +1,168 @@
-"""The first failure of a run is known on all ranks: who fails because another did says nothing, and nobody stays."""
+"""The first failure of a run is known on all ranks: who fails because another did says nothing, and nobody stays.
 
-import linecache
+The first to fail also ends first: a launcher takes what ends first for the cause.
+"""
+
 import os
 import re
 import socket
 import sys
 import threading
-import traceback
+import time
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
+from contextlib import suppress
 
-from lit_dp.engine.channel import LOST, Channel, Message
+from lit_dp.engine.causes import LOST_PEER, NOT_ALL_JOINED, brief, cause, say, say_when_uncaught
+from lit_dp.engine.channel import Channel
 from lit_dp.engine.peers import Peers
+from lit_dp.engine.places import place
+from lit_dp.engine.relay import BYE, GONE, LOST, Message
 from lit_dp.errors import REPORT, ConfigError, RunError
 
 FAILED, IN = "failed", "in"
-GRACE_SECONDS = 3.0
-"""What a rank gets to end by itself after another has failed; then its process is ended, whatever it waits for."""
+FIRST_SECONDS = 6.0
+"""What the first that fails gets to end, before the others do."""
+GRACE_SECONDS = 2.0
+"""What the others get after that to end by themselves; then they are ended, whatever they wait for."""
+TURN_SECONDS = 0.02
+"""Before a rank speaks of one that died: whoever ended that may be ending all."""
 NEWS_SECONDS = 5.0
 """How long a rank that lost its connections waits to hear why."""
-LOST_PEER = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed", re.IGNORECASE)
-NOT_ALL_JOINED = re.compile(r"timed? ?out|op\.preamble\.length", re.IGNORECASE)
-NOT_OF_THE_USER = ("lightning", "torch", "lit_dp", "jsonargparse")
+IN_GLOO = re.compile(r"\[/\S+\] *")
 
 
 class Failures:
     """Tells all ranks of the first that fails, and ends this process where it does not end by itself.
 
-    All ranks build it together.
+    All ranks build it together, in the main thread.
 
     Args:
         peers: all ranks.
         host: rank 0's, as Channel's.
-        doing: says what this rank is doing, for messages: epoch, step, samples.
+        doing: says what this rank is doing (epoch, step), and with which samples.
     """
 
-    def __init__(self, peers: Peers, host: str, doing: Callable[[], str]) -> None:
-        self.peers, self._doing = peers, doing
+    def __init__(self, peers: Peers, host: str, doing: Callable[[], tuple[str, str]]) -> None:
+        self.peers, self.host, self._tell_doing = peers, socket.gethostname(), doing
         self.first: Message | None = None
-        self._known, self._left = threading.Event(), threading.Event()
+        self._news, self._known = threading.Event(), threading.Event()
+        self._first_gone, self._left = threading.Event(), threading.Event()
         self._places: dict[int, str] = {}
         self._placed = threading.Event()
+        self._finished: set[int] = set()
         self._main = threading.get_ident()
         self.listeners: list[Callable[[Message], None]] = []
-        """Take all other messages, in the channel's thread."""
+        """Take all messages, too, in the channel's thread."""
         self.channel = Channel(peers, host, self._receive)
 
     def report(self, error: BaseException) -> bool:
-        """Tell the others why this rank fails, and keep it in the exception (`errors.REPORT`). Of the main thread.
+        """Tell the others that this rank fails, and keep in the exception what is to be printed (`errors.REPORT`). Once
+        for an exception.
 
         Returns:
-            Whether it is the first failure of the run: otherwise the cause is another rank's, and this rank's is noise.
+            Whether it is the first failure of the run: otherwise the cause is another rank's, this one's is an echo,
+            and this returns when the other has ended.
         """
-        if LOST_PEER.search(str(error)) and not isinstance(error, ConfigError | RunError):
-            self._known.wait(NEWS_SECONDS)
+        if REPORT in error.__dict__:
+            return bool(error.__dict__[REPORT])
+        if _is_echo(error):
+            self._news.wait(NEWS_SECONDS)
         if self.first is None:
-            self.channel.post(FAILED, None)
+            self.channel.post(FAILED, (self.host, f", {''.join(self._doing())}: {brief(error)}"))
             self._known.wait(NEWS_SECONDS)
         own = self.first is None or self.first.rank == self.peers.rank
-        error.__dict__[REPORT] = self._told(error) if own else ""
+        if not own:
+            self._first_gone.wait(FIRST_SECONDS)
+        error.__dict__[REPORT] = self._told(error) if own else self._echo()
+        if not own and "TORCHELASTIC_RUN_ID" in os.environ:
+            # It looks every now and then, and of several that have ended it takes any for the first.
+            time.sleep(GRACE_SECONDS)
+        say_when_uncaught()
         return own
+
+    @property
+    def left(self) -> bool:
+        return self._left.is_set()
 
     def leave(self) -> None:
         """This rank ends by itself, or goes on to something else."""
         self._left.set()
-        self.channel.close()
+        self.channel.close(until_the_end=self.first is not None)
+
+    # --- words ---
 
     def _told(self, error: BaseException) -> str:
-        where = f"rank {self.peers.rank} on {socket.gethostname()}, {self._doing()}"
-        words = " ".join(str(error).split())
-        if isinstance(error, ConfigError | RunError):
-            return f"error: {where}: {words}"
-        if NOT_ALL_JOINED.search(words) and self.peers.world_size > 1:
-            words = f"not all ranks joined the same exchange: {self._where_ranks_are()}; call it on all ranks ({words})"
-        return f"{''.join(traceback.format_exception(error))[-3000:]}error: {where}: {type(error).__name__}: {words}"
+        at, samples = self._doing()
+        words, said = "", IN_GLOO.sub("", str(error))
+        if self.peers.world_size > 1 and NOT_ALL_JOINED.search(str(error)) and not isinstance(error, RunError):
+            words = f"not all ranks joined the same exchange: {self._where_ranks_are()}; call it on all ranks ({said})"
+        elif LOST_PEER.search(str(error)) and self._finished:
+            others = ", ".join(map(str, sorted(self._finished)))
+            words = f"rank {others} has ended its training before this one: all must take equally many steps ({said})"
+        return cause(error, f"rank {self.peers.rank} on {self.host}{', ' * bool(at)}{at}", samples, words)
+
+    def _echo(self) -> str:
+        """What this rank has to say of another's failure: nothing, where the same launcher hears of it first hand."""
+        assert self.first is not None
+        rank, (host, words) = self.first.rank, self.first.content
+        if self.first.kind == LOST:
+            time.sleep(TURN_SECONDS)
+            if host == self.host and self.peers.rank == min({0, 1} - {rank}):
+                where = f"rank {self.peers.rank} was at {''.join(self._doing())}"
+                print(f"error: rank {rank} on {host}{words}; {where}", file=sys.stderr, flush=True)
+        return "" if host == self.host and self._first_gone.is_set() else f"error: rank {rank} on {host}{words}"
 
     def _where_ranks_are(self) -> str:
         self._placed.wait(NEWS_SECONDS)
-        return "; ".join(f"rank {rank} is in {place}" for rank, place in sorted(self._places.items()))
+        return "; ".join(f"rank {rank} {place}" for rank, place in sorted(self._places.items()))
+
+    def _where_i_am(self) -> str:
+        return f"is in {place(sys._current_frames().get(self._main))} ({self._doing()[0]})"
+
+    def _doing(self) -> tuple[str, str]:
+        with suppress(Exception):  # of a trainer that is being taken apart
+            return self._tell_doing()
+        return "", ""
+
+    # --- in the channel's thread ---
 
     def _receive(self, message: Message) -> None:
         if message.kind in (FAILED, LOST) and self.first is None:
-            self.first = message
-            self.channel.post(IN, place_of(sys._current_frames().get(self._main), self._doing()))
-            self._known.set()
-            if message.rank != self.peers.rank:
-                threading.Thread(target=self._end_soon, args=[message], name="lit_dp end", daemon=True).start()
-        elif message.kind == IN:
-            self._places[message.rank] = message.content
+            self._begin_to_end(message)
+        if self.first is not None and message.rank == self.first.rank and message.kind in (LOST, GONE):
+            self._first_gone.set()
+        if message.kind == BYE:
+            self._finished.add(message.rank)
+            self._news.set()
+        if message.kind in (IN, BYE):
+            self._places.setdefault(message.rank, message.content or "has ended its training")
             if len(self._places) == self.peers.world_size:
                 self._placed.set()
         for listener in self.listeners:
             listener(message)
 
+    def _begin_to_end(self, message: Message) -> None:
+        if message.kind == LOST:
+            words = " ended without a word (killed? out of memory? see dmesg there)"
+            message = message._replace(content=(message.content, words))
+        self.first = message
+        self.channel.post(IN, self._where_i_am())
+        self._known.set()
+        self._news.set()
+        if message.rank != self.peers.rank:
+            threading.Thread(target=self._end_soon, args=[message], name="lit_dp end", daemon=True).start()
+
     def _end_soon(self, message: Message) -> None:
-        if message.kind == LOST and self.peers.rank == min({0, 1} - {message.rank}):
-            print(
-                f"error: rank {message.rank} ended without a word (killed? out of memory? see dmesg on its host);"
-                f" rank {self.peers.rank} was at {self._doing()}",
-                file=sys.stderr,
-                flush=True,
-            )
-        if not self._left.wait(GRACE_SECONDS):
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(1)
+        self._first_gone.wait(FIRST_SECONDS)
+        if self._left.wait(GRACE_SECONDS):
+            return
+        say(self._echo())
+        threading.Timer(1.0, os._exit, [1]).start()  # whoever does not read what is printed
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
-def place_of(frame: FrameType | None, doing: str) -> str:
-    """Where a thread is, as a person would look for it: the innermost line of the user's own code, if there is one."""
-    while frame is not None and _is_library(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    if frame is None:
-        return doing
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} `{line}` ({doing})"
-
-
-def _is_library(file: str, module: str) -> bool:
-    return module.split(".")[0] in NOT_OF_THE_USER or "importlib" in file or "/lib/python" in file or file[:1] == "<"
+def _is_echo(error: BaseException) -> bool:
+    """Whether another rank's end explains it."""
+    return not isinstance(error, ConfigError | RunError) and bool(LOST_PEER.search(str(error)))

@@ -82,6 +82,7 @@ class WorkerStart:
             signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM) and None)
             for signum in (signal.SIGINT, signal.SIGUSR1):
                 signal.signal(signum, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         if self.inner is None:
             return
         info = get_worker_info()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -145,6 +146,11 @@ class _Children:
 
     def adopt(self) -> None:
         self.are_workers = True
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        if method == "forkserver":  # it inherits what is blocked, and hands it on; see WorkerStart
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         # At the end of a process multiprocessing sends them SIGTERM, after which they go on for a while, and waits.
         Finalize(None, self.end, exitpriority=100)
 

@@ -18,6 +18,9 @@ class EpochLines(Callback):
     def __init__(self) -> None:
         self._epoch_start = self._last_line = 0.0
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_start = self._last_line = time.monotonic()  # where it goes on in the midst of an epoch
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_start = self._last_line = time.monotonic()
 

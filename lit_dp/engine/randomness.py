@@ -121,7 +121,7 @@ class SeededDataset(Wrapping, Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         with self._keyed(index):
-            return self.inner[_plain(index)]
+            return self._item(_plain(index))
 
     def __getitems__(self, indices: list[Any]) -> Any:
         with self._keyed(indices):
@@ -131,7 +131,15 @@ class SeededDataset(Wrapping, Dataset[Any]):
 
     def _read(self, index: Any) -> Any:
         begin_sample(index)
-        return self.inner[index]
+        return self._item(index)
+
+    def _item(self, index: Any) -> Any:
+        try:
+            return self.inner[index]
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"(while reading sample {index})")  # pyright: ignore
+            raise
 
     @contextmanager
     def _keyed(self, asked: Any) -> Iterator[None]:

@@ -1,22 +1,32 @@
 """A process among the ranks of a run: who the others are, and what all of them learn when one cannot go on."""
 
+import socket
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_dp.engine.calls import JointStrategy
+from lit_dp.engine.causes import cause
+from lit_dp.engine.doing import doing
 from lit_dp.engine.failures import Failures
-from lit_dp.engine.loaders import last_delivered
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.rendezvous import renew
-from lit_dp.errors import ConfigError, RunError
+from lit_dp.errors import REPORT, ConfigError, RunError
 
 
-class RankStrategy(DDPStrategy):
+class FirstToHear(Callback):
+    """Tells the other ranks of a failure before any other callback deals with it, which may take its time, or need
+    them: a checkpoint that is saved on exceptions does."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.strategy.on_exception(exception)
+
+
+class RankStrategy(JointStrategy):
     """Lightning's DDP, in which a rank that fails tells the others, and a save that fails does so on all of them."""
 
     failures: Failures | None = None
+    _fails_unheard = False
 
     @property
     def alone(self) -> bool:
@@ -49,9 +59,10 @@ class RankStrategy(DDPStrategy):
     def watch_for_failures(self) -> None:
         """From here on. All ranks call it."""
         host = self.cluster_environment.main_address if self.cluster_environment is not None else "127.0.0.1"
-        self.failures = Failures(self.peers, host, self._doing)
+        self.failures = Failures(self.peers, host, lambda: doing(self.trainer))
 
     def teardown(self) -> None:
+        self._fails_unheard = False
         if self.failures is not None:
             self.failures.leave()
         super().teardown()
@@ -67,18 +78,15 @@ class RankStrategy(DDPStrategy):
             raise error
 
     def on_exception(self, exception: BaseException) -> None:
-        if self.failures is not None and not isinstance(exception, SystemExit | KeyboardInterrupt):
+        if isinstance(exception, SystemExit | KeyboardInterrupt):
+            return
+        if self.failures is not None and not self.failures.left:
             self.failures.report(exception)
+        elif not self._fails_unheard:
+            self._fails_unheard = True
+            exception.__dict__[REPORT] = cause(exception, f"rank {self.global_rank} on {socket.gethostname()}")
 
-    def _doing(self) -> str:
-        """What this rank is at, for the message of a failure."""
-        trainer = self.trainer
-        if not trainer.training:
-            return str(trainer.state.stage or trainer.state.fn)
-        samples = [
-            str(sample)
-            for loader in CombinedLoader(trainer.train_dataloader, "sequential").flattened
-            for sample in last_delivered(loader)
-        ]
-        on = f", on samples {', '.join(samples[:8])}{' ...' if len(samples) > 8 else ''}" if samples else ""
-        return f"epoch {trainer.current_epoch + 1}, step {trainer.global_step + 1:,}{on}"
+    def meet(self, kind: str, group: Any = None) -> None:
+        if self._fails_unheard:  # a callback that saves on exceptions, for one, would wait for the others
+            raise RunError(f"no {kind}: this rank fails, and other ranks do not know")
+        super().meet(kind, group)

@@ -63,6 +63,7 @@ class ExactDDPStrategy(ExactEvaluation):
     ) -> None:
         kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
         super().__init__(timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout), **kwargs)
+        self._has_group = "process_group" in kwargs
         self.tail: Literal["pad", "exact"] = tail
         self.seeded_draws = seeded_draws
         self.virtual_ranks = virtual_ranks
@@ -112,6 +113,8 @@ class ExactDDPStrategy(ExactEvaluation):
             return model
         if self._virtual is not None:
             self._ddp_kwargs["forward_sync_buffers"] = False  # they follow virtual rank 0
+        if self.root_device.type == "cpu" and self.calls is not None and not self._has_group:
+            self._ddp_kwargs["process_group"] = self.calls.gradients
         self._ddp_kwargs.update(bucket_limits(self.all_reduce, model, self.root_device))
         with laid_out(self.resumed.buckets if self.resumed is not None else []):
             return super()._setup_model(model)
