@@ -54,7 +54,7 @@ def step_seconds(kind: str, steps: int) -> float:
     clock, ledger = Clock(1), [] if bare or kind == KINDS[0] else [Ledger()]
     trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[clock, *ledger])
     if bare:
-        callbacks: Any = trainer.callbacks
+        callbacks: Any = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         trainer.callbacks = [c for c in callbacks if not isinstance(c, SAFETY)]  # type: ignore
     trainer.fit(LitClassifier(network(), 10), DataLoader(data, BATCH, shuffle=True))
     durations = [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)][WARM_UP:]

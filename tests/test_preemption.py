@@ -1,4 +1,4 @@
-"""Law L4 under signals (FAULTS 23, 29): whoever gets one when, all ranks stop at one place, save once, and lose nothing."""
+"""Law L4 under signals (FAULTS 23, 29): whoever gets one when, all ranks stop at one place, save once, lose nothing."""
 
 import contextlib
 import inspect
@@ -436,7 +436,8 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while text is None or text not in self.text:
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self.screen], [], [], left)[0], f"no {text!r} in: {self.said[-3000:]}"
+            ready = left > 0 and select.select([self.screen], [], [], left)[0]
+            assert ready, f"no {text!r} in: {self.said[-3000:]}"
             try:
                 self.said += os.read(self.screen, 65536).decode(errors="replace")
             except OSError:
@@ -534,7 +535,7 @@ def test_what_is_switched_off_in_lightning_is_still_there() -> None:
 
 
 class Piece(NamedTuple):
-    """Work that a rank begins after it has asked whether to stop before `tick`; `joint`: it ends on all ranks at once."""
+    """Work that a rank begins after it has asked whether to stop before `tick`; `joint`: it ends on all at once."""
 
     tick: Tick
     joint: bool
@@ -545,7 +546,7 @@ class Piece(NamedTuple):
 
 
 def programs(random: Random, last: Any = preemption.LAST) -> list[list[Piece]]:
-    """What ranks do: steps, and validations of several loaders, with unequal numbers of batches, without an exchange."""
+    """What ranks do: steps, and validations of several loaders, of unequal numbers of batches, without an exchange."""
     ranks: list[list[Piece]] = [[] for _ in range(random.randint(1, 3))]
     for phase in range(1, random.randint(2, 5)):
         loaders = random.choice([0, 0, 1, 2])
@@ -628,7 +629,8 @@ def _signal(rank: Simulated) -> None:
 @given(st.randoms(use_true_random=False))
 def test_all_ranks_end_at_one_place_in_whatever_order_things_happen(random: Random) -> None:
     ends = outcome(random)
-    assert len(ends) == 1 and False not in ends, ends
+    assert len(ends) == 1, ends
+    assert False not in ends
 
 
 @pytest.mark.parametrize(

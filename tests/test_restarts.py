@@ -172,7 +172,7 @@ def test_hosts_that_go_and_come(tmp_path: Path, whole: str, monkeypatch: pytest.
 
 def test_ranks_do_not_meet_those_of_an_earlier_attempt() -> None:
     """torchrun's agent keeps its store, with what they left in it (PyTorch 135712)."""
-    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     for rank in range(3):
         agents.set(rendezvous._key("asks", rank), "a question of an earlier attempt")
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agents.port)}
@@ -189,7 +189,7 @@ def _met() -> int:
 
 
 def test_ranks_that_do_not_meet_say_so() -> None:
-    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agents.port)}
     with pytest.raises(
         RankFailed, match=r"RunError: ranks do not meet at 127.0.0.1:\d+ within 0.3 s: no word from rank 1"
@@ -272,7 +272,8 @@ from lightning.pytorch import Callback
 
 class Own(lit_dp.LitClassifier):
     def __init__(self, lr: float = 0.005, hidden: int = 8):
-        super().__init__(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 10)), 10)
+        layers = torch.nn.Flatten(), torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 10)
+        super().__init__(torch.nn.Sequential(*layers), 10)
         self.save_hyperparameters()
 
     def configure_optimizers(self):

@@ -1,5 +1,7 @@
-"""Under a real Slurm: a controller and two nodes, all on this host, for as long as the tests run. Without Slurm (Debian:
-apt-get install slurm-wlm munge) they are skipped."""
+"""Under a real Slurm: a controller and two nodes, all on this host, for as long as the tests run.
+
+Without Slurm (Debian: apt-get install slurm-wlm munge) they are skipped.
+"""
 
 import contextlib
 import getpass

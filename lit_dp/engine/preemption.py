@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -148,6 +148,7 @@ class _Children:
         self.are_workers = True
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         if method == "forkserver":  # it inherits what is blocked, and hands it on; see WorkerStart
+            resource_tracker.ensure_running()  # unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

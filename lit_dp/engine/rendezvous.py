@@ -10,13 +10,14 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lit_dp.errors import RunError
 
 SECONDS = 60.0
 """Ranks are started together; this is for imports and for slow disks."""
 
-_served: list[dist.TCPStore] = []
+_served: list[TCPStore] = []
 
 
 def renew(seconds: float = SECONDS) -> None:
@@ -31,11 +32,11 @@ def renew(seconds: float = SECONDS) -> None:
         return
     host, rank, timeout = env["MASTER_ADDR"], int(env["RANK"]), timedelta(seconds=seconds)
     try:
-        agents = dist.TCPStore(host, int(env["MASTER_PORT"]), is_master=False, timeout=timeout)
+        agents = TCPStore(host, int(env["MASTER_PORT"]), is_master=False, timeout=timeout)
         if rank == 0:
             own = _serve(agents, host, int(env["WORLD_SIZE"]), time.monotonic() + seconds)
         else:
-            own = dist.TCPStore(host, _ask(agents, rank), is_master=False, timeout=timeout)
+            own = TCPStore(host, _ask(agents, rank), is_master=False, timeout=timeout)
             own.set(_key("here", rank), "")
     except dist.DistError as error:
         raise RunError(
@@ -46,15 +47,15 @@ def renew(seconds: float = SECONDS) -> None:
     env["MASTER_PORT"] = str(own.port)
 
 
-def _ask(agents: dist.TCPStore, rank: int) -> int:
+def _ask(agents: TCPStore, rank: int) -> int:
     """The port, told to nobody but the process that asks now."""
     question = secrets.token_hex(8)
     agents.set(_key("asks", rank), question)
     return int(agents.get(_key("answer to", question)))
 
 
-def _serve(agents: dist.TCPStore, host: str, world_size: int, deadline: float) -> dist.TCPStore:
-    own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+def _serve(agents: TCPStore, host: str, world_size: int, deadline: float) -> TCPStore:
+    own = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     missing, answered = set(range(1, world_size)), {""}
     while missing:
         for rank in sorted(missing):

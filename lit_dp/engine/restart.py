@@ -59,7 +59,7 @@ def choose(resume: str, folder: FilePath, job: Collection[str] = ()) -> Choice:
         return Choice()
     folder, faults = located(folder), []
     for made in made_by(job, folder.parent) if isinstance(folder, Path) else []:
-        path, passed_over = newest(made / folder.name)
+        path, passed_over = newest(made / Path(folder).name)
         faults += passed_over
         if path is not None:
             return Choice(str(path), tuple(faults))
