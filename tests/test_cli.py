@@ -131,11 +131,12 @@ def test_wrong_usage_is_one_line(args: list[str], code: int, words: list[str], t
     first, second = lit_dp("fit", *FEW, *args, ranks=2, cwd=tmp_path)
     assert (first.code, second.code) == (code, code), first.err
     assert first.out == ""
-    assert len(first.err.splitlines()) == 1, first.err
-    assert len(first.err) < 600
-    assert first.err.startswith("error: ")
+    said = "".join({first.err, second.err})  # by the first that finds it, or by both in the same words
+    assert len(said.splitlines()) == 1, said
+    assert len(said) < 600
+    assert said.startswith("error: ")
     for word in words:
-        assert word in first.err
+        assert word in said
     assert not list(tmp_path.rglob("*.ckpt"))
 
 

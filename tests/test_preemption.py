@@ -47,7 +47,6 @@ from tests.training import Points, faulty_copy, momentum, network, quiet_trainer
 
 SECONDS_TO_LEAVE = 5.0
 STEPS = 8  # an epoch
-EPOCHS = 3
 BOTH_CODES = {"lit_dp": SAVED, "torchrun": 1}
 """The launcher's exit code when its ranks end with 75: torchrun has only 1 to say that."""
 
@@ -106,6 +105,7 @@ class Case:
     """
 
     at: str = ""
+    epochs: int = 2
     rank: int = 0
     call: int = 1
     signum: int = signal.SIGTERM
@@ -130,7 +130,7 @@ def fit(folder: Path, root: Path, case: Case) -> None:
         callbacks.append(signaller(folder, case))
     trainer = quiet_trainer(
         strategy=case.strategy,
-        max_epochs=EPOCHS,
+        max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate,
         num_sanity_val_steps=case.sanity,
         val_check_interval=case.check_every,
@@ -244,7 +244,7 @@ def goes_on(launcher: str, case: Case, root: Path, before: list[Launched], whole
     assert {step: digest for step, digest in map(str.split, steps) if digests[step] != digest} == {}
     assert run.notes("sha") == [digests["end"]]
     taken = [int(line.split()[0]) for line in steps]
-    assert taken == list(range(1, EPOCHS * STEPS // case.accumulate + 1))
+    assert taken == list(range(1, case.epochs * STEPS // case.accumulate + 1))
     assert set(run.notes("epochs")) == {f"{4 * STEPS - 1} {4 * STEPS} 0 0"}  # one sample is padded
 
 
@@ -281,7 +281,7 @@ PATTERNS = {
 def test_whoever_gets_a_signal_at_whatever_distance(launcher: str, tmp_path: Path, whole: Any) -> None:
     """One training, stopped in each way, one after the other. The signals come while rank 1 is late for a step that
     rank 0 waits in: the last of them, after 300 ms, too."""
-    case = Case(at="on_train_batch_start", rank=1, call=2, signum=0)
+    case = Case(at="on_train_batch_start", epochs=3, rank=1, call=2, signum=0)
     stops = [stop(launcher, case, tmp_path, send) for send in PATTERNS.values()]
     goes_on(launcher, case, tmp_path, stops, whole)
 
@@ -308,8 +308,13 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("rank", "launcher"), list(enumerate(LAUNCHERS)))
+BY_RANK = [(name, 0, LAUNCHERS[number % 2]) for number, name in enumerate(MOMENTS)]
+BY_RANK += [
+    (name, 1, LAUNCHERS[1 - number % 2]) for number, name in enumerate(MOMENTS) if MOMENTS[name].slow is not None
+]
+
+
+@pytest.mark.parametrize(("moment", "rank", "launcher"), BY_RANK)
 def test_whenever_a_signal_comes(moment: str, rank: int, launcher: str, tmp_path: Path, whole: Any) -> None:
     case = replace(MOMENTS[moment], rank=rank)
     before = stop(launcher, case, tmp_path)
@@ -334,7 +339,7 @@ def test_a_signal_after_the_last_step_is_too_late(launcher: str, tmp_path: Path,
         assert run.survivors() == []
     assert run.notes("sha") == [whole(case)["end"]]
     assert run.notes("left") == []
-    assert f"stop {EPOCHS * STEPS}" not in run.notes("saves")
+    assert f"stop {case.epochs * STEPS}" not in run.notes("saves")
 
 
 def _to_all(run: Launched, signum: int, launcher: bool) -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, SequentialLR
 
 from lit_dp import LitClassifier
 from lit_dp.__main__ import main
+from lit_dp.commands import plots
 from lit_dp.engine import rendezvous, restart
 from lit_dp.engine.checkpoint import DurableCheckpointIO
 from lit_dp.engine.checkpoints import LastCheckpoint
@@ -293,6 +294,7 @@ class Own(lit_dp.LitClassifier):
 def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plots, "draw_curves", lambda *_: None)  # a third of each command's time
     return tmp_path
 
 

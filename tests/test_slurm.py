@@ -146,9 +146,10 @@ class Batch:
         return time.monotonic() - begun
 
     def is_started_again(self) -> bool:
-        """Slurm would wait for two minutes."""
+        """Without waiting for two minutes, as Slurm does; in the second in which it was killed a node refuses it."""
         job = self.slurm.run("scontrol", "show", "job", self.number)
         if "Restarts=1" in job and "JobState=PENDING" in job:
+            time.sleep(2)
             self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
         return "Restarts=1" in job and "JobState=RUNNING" in job
 

@@ -20,10 +20,12 @@ from lit_dp.engine.relay import BYE, GONE, LOST, Message
 from lit_dp.errors import REPORT, ConfigError, RunError
 
 FAILED, IN = "failed", "in"
-FIRST_SECONDS = 6.0
+FIRST_SECONDS = 4.0
 """What the first that fails gets to end, before the others do."""
-GRACE_SECONDS = 2.0
-"""What the others get after that to end by themselves; then they are ended, whatever they wait for."""
+TORCHRUN_SECONDS = 2.0
+"""What the others wait after that, where torchrun watches over them."""
+GRACE_SECONDS = 4.0
+"""What they get in all to end by themselves; then they are ended, whatever they wait for."""
 TURN_SECONDS = 0.02
 """Before a rank speaks of one that died: whoever ended that may be ending all."""
 NEWS_SECONDS = 5.0
@@ -74,9 +76,9 @@ class Failures:
         if not own:
             self._first_gone.wait(FIRST_SECONDS)
         error.__dict__[REPORT] = self._told(error) if own else self._echo()
-        if not own and "TORCHELASTIC_RUN_ID" in os.environ:
+        if not own and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's agent started this rank
             # It looks every now and then, and of several that have ended it takes any for the first.
-            time.sleep(GRACE_SECONDS)
+            time.sleep(TORCHRUN_SECONDS)
         say_when_uncaught()
         return own
 
