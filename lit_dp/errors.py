@@ -10,5 +10,4 @@ class RunError(RuntimeError):
 
 
 REPORT = "lit_dp_report"
-"""Attribute of an exception that a rank has told the others of: the text to print as the last of all, or "" where the
-cause is another rank's."""
+"""Attribute of an exception that a rank has told the others of: what is to be said of it (`engine.causes.Report`)."""

@@ -71,8 +71,8 @@ class Trainer(pl.Trainer):
         exact = strategy == "exact_ddp" or isinstance(strategy, ExactDDPStrategy)
         if exact:
             own = [
-                FirstToHear(),
                 *guards(getattr(strategy, "nonfinite", "stop")),
+                FirstToHear(),
                 ExchangeState(),
                 Configured(),
                 Resume(),

@@ -6,6 +6,7 @@ interpreter, is for the few tests that are about it.
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -67,6 +68,7 @@ class Launched:
                 os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's
             faulthandler.enable(2)
+            gc.freeze()  # what is there is not looked at again, and so stays shared
             _end(lambda: start(ranks, folder, max_restarts, function, args))
 
     def wait_for(self, name: str, count: int = 1, seconds: float = 30) -> None:

@@ -7,6 +7,7 @@ import select
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -70,12 +71,26 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+class Report:
+    """What is to be said of an exception: `text`, or what `after` returns, which may wait until it is time."""
+
+    def __init__(self, text: str = "", after: Callable[[], str] | None = None) -> None:
+        self.text, self.after = text, after
+
+    def __call__(self) -> str:
+        return self.text if self.after is None else self.after()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as part of an exception that is sent to another process
+        return Report, (self.text,)
+
+
 def told(error: BaseException | None) -> str | None:
-    """What `Failures.report` found is to be said of an exception, or of the one that was being dealt with when this one
-    came: a callback may want to save, and the others be gone by then. None where nothing was reported."""
+    """What is to be said of an exception, or of the one that was being dealt with when this one came: a callback may
+    want to save, and the others be gone by then. None where nothing was reported. To be called when the process ends.
+    """
     while error is not None:
-        if REPORT in error.__dict__:
-            return error.__dict__[REPORT]
+        if isinstance(report := error.__dict__.get(REPORT), Report):
+            return report()
         error = error.__context__
     return None
 

@@ -39,7 +39,9 @@ class Channel:
         self.rank, self._receive, self._sending = peers.rank, receive, threading.Lock()
         self._connection: Connection | None = None
         self._relay = Relay(peers.world_size, host) if peers.world_size > 1 and peers.rank == 0 else None
-        self._relay_left, self._ended = False, threading.Event()
+        self._relay_left, self._goodbye = False, threading.Event()
+        self._left = self._stays = False
+        _drop_what_is_left()
         if peers.world_size == 1:
             return
         offer: Offer = peers.from_first(self._relay.offer if self._relay is not None else None)
@@ -61,15 +63,20 @@ class Channel:
         """Say goodbye: the end of this process is then no loss. Waits until all others are told.
 
         Args:
-            until_the_end: stay connected for as long as this process lives, so that others learn when it is `GONE`;
-                otherwise it is so at once.
+            until_the_end: stay connected and listen for as long as this process lives, or until it builds another
+                channel: others then learn when it is `GONE`. Otherwise it is so at once.
         """
         if self._connection is None:
             return
+        self._left, self._stays = True, until_the_end
         self.post(BYE)
-        if self._ended.wait(SECONDS_TO_LEAVE) and not until_the_end:
-            with self._sending:
-                self._connection.close()
+        self._goodbye.wait(SECONDS_TO_LEAVE)
+
+    def drop(self) -> None:
+        """End what `until_the_end` has kept."""
+        if self._connection is not None and not self._connection.closed:
+            with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+                link.shutdown(socket.SHUT_RDWR)  # wakes the listener up
 
     def forget(self) -> None:
         """In a forked child: as long as a loader worker held it open too, the end of this rank would not be noticed."""
@@ -78,18 +85,29 @@ class Channel:
                 end.close()
 
     def _listen(self, connection: Connection, relays_host: str) -> None:
-        message = Message("", self.rank)
+        said_goodbye = False
         try:
-            while message[:2] != (BYE, self.rank):
+            while not said_goodbye or self._stays:
                 message = connection.recv()
                 self._relay_left |= message[:2] == (BYE, 0)
                 self._receive(message)
+                if message[:2] == (BYE, self.rank):
+                    said_goodbye = True
+                    self._goodbye.set()
         except (EOFError, OSError):
             self._receive(Message(GONE if self._relay_left else LOST, 0, relays_host))
-        self._ended.set()
+        with self._sending:
+            connection.close()
+        self._goodbye.set()
 
 
 _open: "WeakSet[Channel]" = WeakSet()
+
+
+def _drop_what_is_left() -> None:
+    for channel in list(_open):
+        if channel._left:
+            channel.drop()
 
 
 def _forget_all() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from lit_dp.engine.causes import LOST_PEER, NOT_ALL_JOINED, brief, cause, say, say_when_uncaught
+from lit_dp.engine.causes import LOST_PEER, NOT_ALL_JOINED, Report, brief, cause, say, say_when_uncaught
 from lit_dp.engine.channel import Channel
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.places import place
@@ -20,12 +20,10 @@ from lit_dp.engine.relay import BYE, GONE, LOST, Message
 from lit_dp.errors import REPORT, ConfigError, RunError
 
 FAILED, IN = "failed", "in"
-FIRST_SECONDS = 4.0
+FIRST_SECONDS = 5.0
 """What the first that fails gets to end, before the others do."""
-TORCHRUN_SECONDS = 2.0
-"""What the others wait after that, where torchrun watches over them."""
-GRACE_SECONDS = 4.0
-"""What they get in all to end by themselves; then they are ended, whatever they wait for."""
+GRACE_SECONDS = 2.0
+"""What the others get after that to end by themselves; then they are ended, whatever they wait for."""
 TURN_SECONDS = 0.02
 """Before a rank speaks of one that died: whoever ended that may be ending all."""
 NEWS_SECONDS = 5.0
@@ -52,35 +50,28 @@ class Failures:
         self._places: dict[int, str] = {}
         self._placed = threading.Event()
         self._finished: set[int] = set()
+        self._was_at = ""  # when the first failed
         self._main = threading.get_ident()
         self.listeners: list[Callable[[Message], None]] = []
         """Take all messages, too, in the channel's thread."""
         self.channel = Channel(peers, host, self._receive)
 
-    def report(self, error: BaseException) -> bool:
-        """Tell the others that this rank fails, and keep in the exception what is to be printed (`errors.REPORT`). Once
-        for an exception.
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this rank fails, and keep in the exception what is to be said of it (`causes.told`): it
+        may be caught. Once for an exception.
 
-        Returns:
-            Whether it is the first failure of the run: otherwise the cause is another rank's, this one's is an echo,
-            and this returns when the other has ended.
+        Of another rank's failure this one's may be an echo. Then there is nothing to say, but to end after the other.
         """
         if REPORT in error.__dict__:
-            return bool(error.__dict__[REPORT])
+            return
         if _is_echo(error):
             self._news.wait(NEWS_SECONDS)
         if self.first is None:
             self.channel.post(FAILED, (self.host, f", {''.join(self._doing())}: {brief(error)}"))
             self._known.wait(NEWS_SECONDS)
         own = self.first is None or self.first.rank == self.peers.rank
-        if not own:
-            self._first_gone.wait(FIRST_SECONDS)
-        error.__dict__[REPORT] = self._told(error) if own else self._echo()
-        if not own and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's agent started this rank
-            # It looks every now and then, and of several that have ended it takes any for the first.
-            time.sleep(TORCHRUN_SECONDS)
+        error.__dict__[REPORT] = Report(self._told(error)) if own else Report(after=self._end_of_first)
         say_when_uncaught()
-        return own
 
     @property
     def left(self) -> bool:
@@ -103,15 +94,24 @@ class Failures:
             words = f"rank {others} has ended its training before this one: all must take equally many steps ({said})"
         return cause(error, f"rank {self.peers.rank} on {self.host}{', ' * bool(at)}{at}", samples, words)
 
+    def _end_of_first(self) -> str:
+        """Wait until the first that failed has ended; returns what this rank has to say of it."""
+        self._first_gone.wait(FIRST_SECONDS)
+        words = self._echo()
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's agent started this rank
+            # It looks every now and then, and of several that have ended it takes any for the first.
+            time.sleep(GRACE_SECONDS)
+        return words
+
     def _echo(self) -> str:
-        """What this rank has to say of another's failure: nothing, where the same launcher hears of it first hand."""
+        """Nothing, where the same launcher hears of the failure first hand."""
         assert self.first is not None
         rank, (host, words) = self.first.rank, self.first.content
         if self.first.kind == LOST:
             time.sleep(TURN_SECONDS)
             if host == self.host and self.peers.rank == min({0, 1} - {rank}):
-                where = f"rank {self.peers.rank} was at {''.join(self._doing())}"
-                print(f"error: rank {rank} on {host}{words}; {where}", file=sys.stderr, flush=True)
+                line = f"error: rank {rank} on {host}{words}; rank {self.peers.rank} was at {self._was_at}"
+                print(line, file=sys.stderr, flush=True)
         return "" if host == self.host and self._first_gone.is_set() else f"error: rank {rank} on {host}{words}"
 
     def _where_ranks_are(self) -> str:
@@ -147,7 +147,7 @@ class Failures:
         if message.kind == LOST:
             words = " ended without a word (killed? out of memory? see dmesg there)"
             message = message._replace(content=(message.content, words))
-        self.first = message
+        self._was_at, self.first = "".join(self._doing()), message
         self.channel.post(IN, self._where_i_am())
         self._known.set()
         self._news.set()

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dp.engine.calls import JointStrategy
-from lit_dp.engine.causes import cause
+from lit_dp.engine.causes import Report, cause
 from lit_dp.engine.doing import doing
 from lit_dp.engine.failures import Failures
 from lit_dp.engine.peers import Peers
@@ -84,7 +84,7 @@ class RankStrategy(JointStrategy):
             self.failures.report(exception)
         elif not self._fails_unheard:
             self._fails_unheard = True
-            exception.__dict__[REPORT] = cause(exception, f"rank {self.global_rank} on {socket.gethostname()}")
+            exception.__dict__[REPORT] = Report(cause(exception, f"rank {self.global_rank} on {socket.gethostname()}"))
 
     def meet(self, kind: str, group: Any = None) -> None:
         if self._fails_unheard:  # a callback that saves on exceptions, for one, would wait for the others
