@@ -32,6 +32,8 @@ from tests.launchers import LAUNCHERS, Launched, launched, note
 from tests.ranks import free_port, torchrun_env
 from tests.training import Points, momentum, network, quiet_trainer, seed_everything
 
+pytestmark = pytest.mark.matrix
+
 HOST = re.escape(socket.gethostname())
 SECONDS_TO_BE_GONE = 10.0
 
@@ -385,13 +387,14 @@ def test_a_rank_that_exits_as_if_all_were_well_is_named(tmp_path: Path) -> None:
 # ---- what all ranks must do, and some do not
 
 TIMEOUT = 3.0
+GRADIENTS = sum(parameter.numel() for parameter in network().parameters())
 CALLS = {
     "save": lambda module: module.trainer.save_checkpoint(module.folder / "x.ckpt"),
     "log a step": lambda module: module.log("x", 1.0, on_step=True, on_epoch=False, sync_dist=True),
     "log an epoch": lambda module: module.log("x", 1.0, on_step=False, on_epoch=True, sync_dist=True),
     "log_dir": lambda module: module.trainer.log_dir,
     "barrier": lambda module: module.trainer.strategy.barrier(),
-    "reduce": lambda module: torch.distributed.all_reduce(torch.zeros(340)),  # torch's own, and as many as gradients
+    "all_reduce": lambda module: torch.distributed.all_reduce(torch.zeros(GRADIENTS)),  # torch's own
 }
 HOOKS = ("training_step", "on_train_batch_end", "on_train_epoch_end", "validation_step")
 
@@ -413,10 +416,13 @@ class OneSided(Module):
         self.at("on_train_epoch_end")
 
 
-def call_alone(folder: Path, call: str, hook: str, bad: int, faulty: bool = False) -> None:
+def call_alone(folder: Path, call: str, hook: str, bad: int, fault: str = "") -> None:
     quieten()
-    if faulty:
+    if fault == "nobody looks":
         JointCalls.meet = lambda self, kind: None  # type: ignore
+    if fault == "one group":
+        real = JointCalls.__init__
+        JointCalls.__init__ = lambda self, *args: (real(self, *args), setattr(self, "gradients", None))[0]  # type: ignore
     module = OneSided(call, hook, bad, folder)
     quiet_trainer(
         max_epochs=2,
@@ -457,11 +463,18 @@ def test_a_call_of_one_rank_only_is_named(call: str, tmp_path: Path) -> None:
 
 def test_without_a_look_at_the_others_it_goes_unseen(tmp_path: Path) -> None:
     """Rank 0's sum meets another sum of rank 1's, and so do all that follow."""
-    with launched(
-        "lit_dp", 2, call_alone, tmp_path, "log an epoch", "on_train_epoch_end", 0, True, folder=tmp_path
-    ) as run:
+    args = (tmp_path, "log an epoch", "on_train_epoch_end", 0, "nobody looks")
+    with launched("lit_dp", 2, call_alone, *args, folder=tmp_path) as run:
         assert run.wait() == 0
     assert len(run.notes("trained")) == 2
+
+
+def test_without_a_group_of_their_own_gradients_are_mixed_with_what_a_rank_sums(tmp_path: Path) -> None:
+    """Rank 0's zeros are added to rank 1's gradients, and its gradients to the next; or gloo ends the process."""
+    args = (tmp_path, "all_reduce", "training_step", 0, "one group")
+    with launched("lit_dp", 2, call_alone, *args, folder=tmp_path) as run:
+        run.wait()
+    assert not re.search(not_all_joined("all_reduce", "training_step", 0), run.err)
 
 
 class Plain(LightningModule):

@@ -15,6 +15,8 @@ from lit_dp.engine.checkpoint_files import examine, newest
 from lit_dp.engine.samplers import TrainBatches
 from tests.killing import Kill, Training, end, kill_at_random, live
 
+pytestmark = pytest.mark.matrix
+
 TRAINING = Training()
 """6 steps an epoch, the last of them padded; a save after every second."""
 SEED = 5

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from lit_dp import LitClassifier
 from lit_dp.engine import loaders, preemption, stopping
@@ -44,6 +44,8 @@ from lit_dp.engine.stopping import StopAgreement, Tick
 from tests.launchers import LAUNCHERS, Launched, launched, note
 from tests.ranks import run_ranks
 from tests.training import Points, faulty_copy, momentum, network, quiet_trainer, seed_everything
+
+pytestmark = pytest.mark.matrix
 
 SECONDS_TO_LEAVE = 5.0
 STEPS = 8  # an epoch
@@ -85,9 +87,12 @@ class Data(Points):
             time.sleep(self.case.pause)
 
     def train_dataloader(self) -> DataLoader:
-        begin = partial(note, self.folder, "workers")
-        loader = partial(DataLoader, self.dataset, self.batch_size, shuffle=True, num_workers=self.case.workers)
-        return loader(worker_init_fn=lambda _: begin(str(os.getpid())))
+        def begin(worker: int) -> None:
+            assert get_worker_info().dataset is self.dataset  # pyright: ignore[reportOptionalMemberAccess]
+            note(self.folder, "workers", str(os.getpid()))
+
+        workers = self.case.workers
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, num_workers=workers, worker_init_fn=begin)
 
     def val_dataloader(self) -> Any:
         loaders = [DataLoader(Subset(self.dataset, range(n)), 1) for n in (13, 5)]

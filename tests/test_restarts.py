@@ -32,6 +32,8 @@ from tests.launchers import Elastic, Launched, launched, note
 from tests.ranks import RankFailed, free_port, run_ranks
 from tests.training import Job, Points, network, quiet_trainer
 
+pytestmark = pytest.mark.matrix
+
 V = 4
 STEPS = 4  # an epoch
 EPOCHS = 3

@@ -27,7 +27,10 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/opt/slurm/bin:/opt/slurm/sbin"
 PROGRAMS = {
     name: shutil.which(name, path=PATH) for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel")
 }
-pytestmark = pytest.mark.skipif(None in PROGRAMS.values(), reason="Slurm is not installed")
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.skipif(None in PROGRAMS.values(), reason="Slurm is not installed"),
+]
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
