@@ -46,12 +46,6 @@ class RankStrategy(JointStrategy):
     def trainer(self) -> Trainer:
         return self.module.trainer
 
-    def join(self) -> None:
-        """Let the ranks talk before Lightning needs it; all of them call it, once a launcher has started them all."""
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
-
     def setup_distributed(self) -> None:
         renew()
         super().setup_distributed()
