@@ -41,6 +41,7 @@ HOST = socket.gethostname()
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # however pytest was started
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 from lit_dp.engine import supervisor, watch
 from lit_dp.engine.lifeline import die_with_parent, tell_cause
 watch.GRACE_SECONDS = 1
