@@ -239,7 +239,7 @@ def sleep_or_fail(folder: Path, patched: bool) -> None:
     """Rank 1 fails in its first step, while rank 0 is in a long computation."""
     quieten()
     if patched:
-        Failures._end_soon = lambda self, message: None  # type: ignore
+        Failures._end_soon = lambda self: None  # type: ignore
     module, data = Module(Fault(""), False, folder), Points()
 
     class Sleeps(Callback):

@@ -26,6 +26,8 @@ GRACE_SECONDS = 2.0
 """What the others get after that to end by themselves; then they are ended, whatever they wait for."""
 TURN_SECONDS = 0.02
 """Before a rank speaks of one that died: whoever ended that may be ending all."""
+UNWIND_SECONDS = 0.1
+"""Before another rank says where it is: an exception may be on its way out of there, and then it is nowhere."""
 NEWS_SECONDS = 5.0
 """How long a rank that lost its connections waits to hear why."""
 IN_GLOO = re.compile(r"\[/\S+\] *")
@@ -48,7 +50,7 @@ class Failures:
         self._news, self._known = threading.Event(), threading.Event()
         self._first_gone, self._left = threading.Event(), threading.Event()
         self._places: dict[int, str] = {}
-        self._placed = threading.Event()
+        self._placed, self._saying_where = threading.Event(), threading.Lock()
         self._finished: set[int] = set()
         self._was_at = ""  # when the first failed
         self._main = threading.get_ident()
@@ -69,6 +71,7 @@ class Failures:
         if self.first is None:
             self.channel.post(FAILED, (self.host, f", {''.join(self._doing())}: {brief(error)}"))
             self._known.wait(NEWS_SECONDS)
+        self._say_where()
         own = self.first is None or self.first.rank == self.peers.rank
         error.__dict__[REPORT] = Report(self._told(error)) if own else Report(after=self._end_of_first)
         say_when_uncaught()
@@ -118,6 +121,11 @@ class Failures:
         self._placed.wait(NEWS_SECONDS)
         return "; ".join(f"rank {rank} {place}" for rank, place in sorted(self._places.items()))
 
+    def _say_where(self) -> None:
+        """Once."""
+        if self._saying_where.acquire(blocking=False):
+            self.channel.post(IN, self._where_i_am())
+
     def _where_i_am(self) -> str:
         return f"is in {place(sys._current_frames().get(self._main))} ({self._doing()[0]})"
 
@@ -148,13 +156,14 @@ class Failures:
             words = " ended without a word (killed? out of memory? see dmesg there)"
             message = message._replace(content=(message.content, words))
         self._was_at, self.first = "".join(self._doing()), message
-        self.channel.post(IN, self._where_i_am())
         self._known.set()
         self._news.set()
         if message.rank != self.peers.rank:
-            threading.Thread(target=self._end_soon, args=[message], name="lit_dp end", daemon=True).start()
+            threading.Thread(target=self._end_soon, name="lit_dp end", daemon=True).start()
 
-    def _end_soon(self, message: Message) -> None:
+    def _end_soon(self) -> None:
+        time.sleep(UNWIND_SECONDS)
+        self._say_where()
         self._first_gone.wait(FIRST_SECONDS)
         if self._left.wait(GRACE_SECONDS):
             return
