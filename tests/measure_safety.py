@@ -2,10 +2,10 @@
 
     python -m tests.measure_safety [repetitions] [steps]        # on a quiet machine
 
-Two gloo processes of one thread. A step is a small CNN's on 4 images a process, 5 to 9 ms with `ddp`. Kinds, in one run, in an
-order that alternates: Lightning's `ddp` (which broadcasts on every step to look for SIGTERM), `exact_ddp` as the
-command line runs it, and the same without guards, ledger and preemption. The first five steps are not counted. Then one
-save of 20 million parameters with momentum (240 MB), through Lightning's CheckpointIO and through ours.
+Two gloo processes of one thread. A step is a small CNN's on 4 images a process, 5 to 9 ms with `ddp`. Kinds, in one
+run, in an order that alternates: Lightning's `ddp` (which broadcasts on every step to look for SIGTERM), `exact_ddp` as
+the command line runs it, and the same without guards, ledger and preemption. The first five steps are not counted. Then
+one save of 20 million parameters with momentum (240 MB), through Lightning's CheckpointIO and through ours.
 """
 
 import logging

@@ -72,9 +72,13 @@ class Failures:
             self.channel.post(FAILED, (self.host, f", {''.join(self._doing())}: {brief(error)}"))
             self._known.wait(NEWS_SECONDS)
         self._say_where()
-        own = self.first is None or self.first.rank == self.peers.rank
-        error.__dict__[REPORT] = Report(self._told(error)) if own else Report(after=self._end_of_first)
+        error.__dict__[REPORT] = Report(after=self._end_of_first) if self.of_another else Report(self._told(error))
         say_when_uncaught()
+
+    @property
+    def of_another(self) -> bool:
+        """Whether another rank was the first that failed."""
+        return self.first is not None and self.first.rank != self.peers.rank
 
     @property
     def left(self) -> bool:

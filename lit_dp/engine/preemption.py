@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lit_dp.engine import launch
+from lit_dp.engine.causes import say, told
 from lit_dp.engine.checkpoints import LastCheckpoint, last_path, save
 from lit_dp.engine.evaluation import scheduled
 from lit_dp.engine.failures import Failures
@@ -75,6 +77,9 @@ class Preemption(Callback):
         self._agreement = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        failures: Failures | None = getattr(trainer.strategy, "failures", None)
+        if self._signals is not None and failures is not None and failures.of_another:
+            self._signals.replace(signal.SIGTERM, partial(_last_words, exception))
         self._close()
         if isinstance(exception, Preempted):
             for signum in SIGNALS - {signal.SIGINT}:  # torchrun sends SIGTERM to all as soon as one has ended
@@ -137,6 +142,12 @@ class Preemption(Callback):
             if agreement.asked.content == signal.SIGUSR1:
                 requeue()
         raise Preempted
+
+
+def _last_words(error: BaseException, *_: object) -> NoReturn:
+    """A handler while this rank ends because another has: srun ends all then, and does not wait for their words."""
+    say(told(error) or "")
+    os._exit(1)
 
 
 class _Children:

@@ -4,7 +4,8 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 
 class SignalPipe:
@@ -21,7 +22,7 @@ class SignalPipe:
             os.set_blocking(end, False)
         heard = {s for s in signals if s == signal.SIGCHLD or signal.getsignal(s) is not signal.SIG_IGN}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handlers = {s: signal.signal(s, _nothing) or signal.SIG_DFL for s in heard}
+        self._handlers: dict[signal.Signals, Any] = {s: signal.signal(s, _nothing) or signal.SIG_DFL for s in heard}
 
     def fileno(self) -> int:
         """For `select`."""
@@ -48,6 +49,11 @@ class SignalPipe:
 
     def let_in(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+
+    def replace(self, signum: signal.Signals, handler: Callable[..., object]) -> None:
+        """The handler that a signal will have after `close`; not where it stays ignored."""
+        if signum in self._handlers:
+            self._handlers[signum] = handler
 
     def close(self) -> None:
         """Give each signal the handler back that it had; after a fork only in the process that calls this."""
