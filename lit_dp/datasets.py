@@ -75,6 +75,11 @@ class ImageDataset(Dataset[Batch]):
 class InMemoryImages(ImageDataset):
     """Images (uint8 (N, C, H, W)) and labels (int64 (N,)) that are held as two tensors: a batch is one gather."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether a read draws random numbers."""
+        return self.transform is not None
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.contiguous(), labels
 

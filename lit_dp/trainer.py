@@ -9,12 +9,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.states import RunningStage
 
 from lit_dp.engine import launch, restart
 from lit_dp.engine.checkpoints import LastCheckpoint, last_path
 from lit_dp.engine.configured import Configured
 from lit_dp.engine.exchange_state import ExchangeState
 from lit_dp.engine.guards import guards
+from lit_dp.engine.lean import NoProfiler, lean
 from lit_dp.engine.logged_state import LoggedState
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
@@ -82,6 +84,8 @@ class Trainer(pl.Trainer):
             callbacks = [*own, *_as_list(kwargs.get("callbacks"))]
             kwargs["callbacks"] = sorted(callbacks, key=lambda c: not isinstance(c, LastCheckpoint))
         kwargs["callbacks"] = [*_as_list(kwargs.get("callbacks")), restart.JobMark()]
+        if not kwargs.get("barebones"):
+            kwargs["profiler"] = kwargs.get("profiler") or NoProfiler()
         try:
             super().__init__(
                 accelerator=accelerator,
@@ -131,9 +135,19 @@ class Trainer(pl.Trainer):
             if isinstance(callback, Resume):
                 callback.force = resume_force
         try:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+            with lean():
+                super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
         finally:
             os.environ.pop(_CHOSEN, None)
+
+    @property
+    def training(self) -> bool:
+        """As Lightning's, which compares texts in lower case, and is asked 25 times a step."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @training.setter
+    def training(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pl.Trainer.training.__set__(self, value)
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """As Lightning's. All ranks call it."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lit_dp.engine.marks import mark, seconds_between, settle_device
+
 
 class Clock:
     """Times one training on this rank.
@@ -37,12 +39,7 @@ class Clock:
 
     def tick(self) -> None:
         """A step begins: its batch has been read."""
-        if self._on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._epochs[-1].append(event)
-        else:
-            self._epochs[-1].append(time.perf_counter())
+        self._epochs[-1].append(mark(self._on_cuda))
 
     def end(self) -> None:
         """Where a training ends. All ranks call it."""
@@ -52,7 +49,7 @@ class Clock:
     def steps(self) -> list[float]:
         """Seconds of each step, from the fetch of its batch to that of the next; an epoch's last is not known."""
         settle_device()
-        return [_seconds(a, b) for marks in self._epochs for a, b in pairwise(marks)]
+        return [seconds_between(a, b) for marks in self._epochs for a, b in pairwise(marks)]
 
 
 def settle() -> None:
@@ -60,15 +57,6 @@ def settle() -> None:
     settle_device()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-
-
-def settle_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _seconds(a: Any, b: Any) -> float:
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
 
 
 def peak_megabytes() -> float | None:

@@ -13,13 +13,13 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from lit_dp.cli import LitCLI
-from lit_dp.commands.bench_clock import settle_device
 from lit_dp.commands.bench_jobs import WARM_UP
 from lit_dp.commands.bench_loader_report import limit, suggestion, table
 from lit_dp.commands.bench_pictures import draw_loader
 from lit_dp.commands.bench_ranks import on_ranks
 from lit_dp.commands.bench_report import Report, Spread, alternated, cores, environment, run_folder, say
 from lit_dp.engine.loaders import copy_with
+from lit_dp.engine.marks import settle_device
 from lit_dp.engine.optimizers import optimizer_and_schedulers
 from lit_dp.engine.peers import Peers
 from lit_dp.engine.sharding import Sharder

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dp import LitClassifier, Trainer
-from lit_dp.commands.bench_clock import settle, settle_device
+from lit_dp.commands.bench_clock import settle
 from lit_dp.commands.bench_emulated import WIDTH, EmulatedNet
 from lit_dp.commands.bench_jobs import CLASSES, WARM_UP
 from lit_dp.commands.bench_lightning import StepClock
@@ -25,6 +25,7 @@ from lit_dp.commands.bench_pictures import draw_scaling
 from lit_dp.commands.bench_ranks import meet, on_ranks
 from lit_dp.commands.bench_report import Report, alternated, environment, run_folder, say, step_seconds
 from lit_dp.commands.bench_scaling_report import Cell, rows, table, title
+from lit_dp.engine.marks import settle_device
 from lit_dp.errors import ConfigError
 from lit_dp.networks import SmallCNN
 

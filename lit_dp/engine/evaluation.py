@@ -26,7 +26,8 @@ class ExactEvaluation(RankStrategy):
     @property
     def batches_begun(self) -> int:
         """Batches of the running epoch, or evaluation, whose step has begun."""
-        loop = self.trainer.fit_loop.epoch_loop if self.trainer.training else self.trainer._active_loop
+        trainer = self.trainer
+        loop = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
         return loop.batch_progress.current.ready if loop is not None else 0  # pyright: ignore
 
     def seed_draws(self, purpose: str, index: int) -> None:

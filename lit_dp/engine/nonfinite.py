@@ -34,8 +34,10 @@ def poisoned(loss: Tensor) -> Tensor:
     """The loss, bit for bit, if it is finite; otherwise NaN, and so its gradients.
 
     A loss can be non-finite while its gradients are finite, being off by a constant: no other rank would notice. The
-    host does not wait for the device.
+    host does not wait for a device.
     """
+    if loss.is_cpu and loss.numel() == 1 and math.isfinite(loss.item()):  # as it mostly is: a tenth of the time
+        return loss
     return loss * (1 + 0 * loss.detach())
 
 

@@ -181,7 +181,7 @@ class ExactDDPStrategy(ExactEvaluation):
             self._virtual.begin(index)
         with nullcontext() if self._step_values is None else self._step_values.collected():
             output = self._training_step(index, *args, **kwargs)
-        widen(self.trainer._results)
+        widen(self.trainer.fit_loop.epoch_loop._results)
         return output
 
     def _training_step(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +228,8 @@ class ExactDDPStrategy(ExactEvaluation):
         if batches is None:
             return 1.0
         accumulate, index = trainer.accumulate_grad_batches, trainer.fit_loop.batch_idx
+        if accumulate == 1 and batches.equal:
+            return 1.0
         start = index // accumulate * accumulate
         window = range(start, min(start + accumulate, int(trainer.num_training_batches)))
         samples = sum(sum(batches.counts(i)) for i in window)
