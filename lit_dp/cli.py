@@ -203,9 +203,12 @@ class LitCLI(LightningCLI):
         folder = self.trainer.log_dir  # all ranks: it broadcasts
         if not self.trainer.is_global_zero or folder is None:
             return
-        from lit_dp.commands.plots import draw_curves
+        from lit_dp.commands.plots import draw_curves, draw_step_profile
 
         draw_curves(Path(folder) / "metrics.csv", Path(folder) / "curves.png")
+        profile = getattr(self.trainer, "step_profile", None)
+        if profile is not None and profile.times is not None:
+            draw_step_profile(profile.times, Path(folder) / "step_profile.png")
         self._say_what_came_out(folder)
 
     def _say_what_came_out(self, folder: str) -> None:

@@ -1,6 +1,8 @@
 """Lightning's Trainer, with defaults under which what runs is really data parallel, and a check of who started it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from lit_dp.engine.rendezvous import renew
 from lit_dp.engine.resume import Resume
 from lit_dp.engine.run_folder import RunFolder
 from lit_dp.engine.sharding import Sharder
+from lit_dp.engine.step_profile import StepProfile
 from lit_dp.engine.strategy import ExactDDPStrategy
 from lit_dp.errors import ConfigError
 
@@ -61,6 +64,8 @@ class Trainer(pl.Trainer):
                 "strategy 'dp' is torch.nn.DataParallel: one process, all traffic through one GPU, gone from"
                 " Lightning since 2.0; use --trainer.strategy ddp, one process a device"
             )
+        self.step_profile: StepProfile | None = None
+        """Of the last `fit` with `profile`."""
         self.launch = launch.detect()
         available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
         devices = launch.processes_per_host(self.launch, devices, available)
@@ -111,6 +116,7 @@ class Trainer(pl.Trainer):
         weights_only: bool | None = None,
         resume: str | None = None,
         resume_force: bool = False,
+        profile: Literal["step"] | None = None,
     ) -> None:
         """Train, from the beginning or from a checkpoint.
 
@@ -125,6 +131,7 @@ class Trainer(pl.Trainer):
                 never; or a checkpoint's path. A job that torchrun or Slurm has started again goes on from what it has
                 saved itself, if nothing or anything but never is given.
             resume_force: resume although batch size, data or ranks have changed, so that it cannot be exact.
+            profile: step splits the time of every step into parts, printed when the training ends (`StepProfile`).
 
         Raises:
             ConfigError: there is nothing to resume from, or it cannot be resumed exactly.
@@ -135,10 +142,25 @@ class Trainer(pl.Trainer):
             if isinstance(callback, Resume):
                 callback.force = resume_force
         try:
-            with lean():
+            with lean(), self._profiled(profile):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
         finally:
             os.environ.pop(_CHOSEN, None)
+
+    @contextmanager
+    def _profiled(self, what: str | None) -> Iterator[None]:
+        self.step_profile = StepProfile() if what == "step" else None
+        if self.step_profile is None:
+            yield
+            return
+        if not isinstance(self.profiler, NoProfiler):  # pyright: ignore[reportAttributeAccessIssue]
+            raise ConfigError("--profile step and --trainer.profiler measure one another: use one of them")
+        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks.append(self.step_profile)
+        try:
+            yield
+        finally:
+            callbacks.remove(self.step_profile)
 
     @property
     def training(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dis
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_hook_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     own = lean._own_hooks
     theirs = run(False, monkeypatch)[0]
     monkeypatch.undo()
-    monkeypatch.setattr(lean, "_own_hooks", lambda kind: own(kind) - {"on_after_backward"})
+    monkeypatch.setattr(lean, "_own_hooks", cache(lambda kind: own(kind) - {"on_after_backward"}))
     assert run(True, monkeypatch)[0] != theirs
 
 
@@ -113,6 +114,14 @@ def test_a_hook_set_on_one_object_is_called() -> None:
     module.on_before_backward = lambda loss: seen.append("on the module")  # type: ignore[method-assign]
     fit_once(module, callbacks=[callback, by_lambda])
     assert seen == ["by a lambda", "on the module", "on one object"]
+
+
+def test_a_hook_that_a_class_gets_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    fit_once(Watched())
+    monkeypatch.setattr(Watched, "on_before_backward", lambda self, loss: seen.append("called"))
+    fit_once(Watched())
+    assert seen == ["called"]
 
 
 def originals() -> Iterator[Any]:
@@ -151,7 +160,7 @@ def test_a_result_is_moved_only_where_it_is_not() -> None:
     assert lean._to(logged, here) is logged
     assert logged.meta is meta
     lean._to(logged, there)
-    assert logged.value.device == there
+    assert logged.value.device == there  # pyright: ignore
     assert logged.cumulated_batch_size.device == there
 
 

@@ -10,6 +10,8 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 from torch import Tensor
 
+from lit_dp.engine.step_parts import PARTS, StepTimes
+
 Curves = dict[str, tuple[list[int], list[float]]]
 """x and y values by metric name."""
 
@@ -66,5 +68,24 @@ def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> 
                 if count := int(counts[true, predicted]):
                     colour = "white" if share[true, predicted] > 0.5 else "black"
                     axis.text(predicted, true, str(count), ha="center", va="center", color=colour, fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def draw_step_profile(times: StepTimes, picture: Path) -> None:
+    """A bar a rank: the parts of a mean step, end to end."""
+    ranks = len(times.ranks)
+    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * ranks), layout="constrained")
+    colours = plt.get_cmap("tab10").colors  # pyright: ignore[reportAttributeAccessIssue]
+    ends, names = [0.0] * ranks, [f"rank {rank}" for rank in range(ranks)]
+    for (part, title), colour in zip(PARTS.items(), colours, strict=False):
+        lengths = times.milliseconds(part)
+        if any(lengths):
+            axis.barh(names, lengths, left=ends, label=title, color=colour, height=0.7)
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    axis.invert_yaxis()
+    axis.set(xlabel="milliseconds", title=f"a step, mean of {len(times.ranks[0].busy):,}")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)

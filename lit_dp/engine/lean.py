@@ -42,6 +42,7 @@ class NoProfiler(PassThroughProfiler):
 def lean() -> Iterator[None]:
     """Within it a hook that is empty is not called, what is on its device is not moved there (PL 20388), and a
     function's signature is looked at once. With another profiler than `NoProfiler` hooks are called as ever."""
+    _own_hooks.cache_clear()  # a class may have been changed since the last training
     with ExitStack() as undone:
         for owner, name, ours in _REPLACEMENTS:
             undone.callback(setattr, owner, name, getattr(owner, name))

@@ -12,6 +12,7 @@ PARTS = {
     "exchange": "exposed communication",
     "optimizer": "optimizer",
     "logging": "logging",
+    "checkpoints": "checkpoints",
     "callbacks": "callbacks",
     "rest": "rest",
 }

@@ -23,6 +23,7 @@ ACTIONS = {
     "training_step": "forward",
     "backward": "backward",
     "optimizer_step": "optimizer",
+    "save_checkpoint": "checkpoints",
     CALLBACKS: "callbacks",
 }
 """The part that an action belongs to, of those that Lightning tells its profiler: by the last word of its name."""
@@ -95,9 +96,9 @@ class StepProfile(Callback):
     """Splits every optimizer step into parts, on every rank; rank 0 prints them when the training ends.
 
     Parts are waiting for data, its copy to the device, forward, backward, exposed communication (from the moment when
-    the last gradient is computed until all are reduced), optimizer, logging (`self.log` and loggers), callbacks, and
-    the rest: Lightning's loop. What comes between steps (validation, the end of an epoch) is not counted. In manual
-    optimization the backward pass is part of the forward pass.
+    the last gradient is computed until all are reduced), optimizer, logging (`self.log` and loggers), checkpoints,
+    other callbacks, and the rest: Lightning's loop. What comes between steps (validation, the end of an epoch) is not
+    counted. In manual optimization the backward pass is part of the forward pass.
 
     On CUDA time is what passes on the device: data that is loaded while it computes costs nothing.
 
