@@ -11,3 +11,6 @@ class RunError(RuntimeError):
 
 REPORT = "lit_dp_report"
 """Attribute of an exception that a rank has told the others of: what is to be said of it (`engine.causes.Report`)."""
+
+SAVED = 75
+"""Exit code of a training that was asked to stop, and was saved: EX_TEMPFAIL, run it again to go on. No failure."""

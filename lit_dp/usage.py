@@ -22,6 +22,7 @@ COMMON = {
     "nodes": "hosts to plan for",
     "ckpt_path": "checkpoint to evaluate (fit: to resume from, as --resume)",
     "resume": "auto: from the newest checkpoint of the run folder; required; never; or a path",
+    "profile": "step: where the time of a step goes, printed at the end",
     "model": "LightningModule, by import path; then --model.ARGUMENT VALUE",
     "data": "LightningDataModule, by import path; then --data.ARGUMENT VALUE",
     "trainer.accelerator": "auto, cpu, gpu, ...",
@@ -40,6 +41,9 @@ COMMON = {
 }
 """The options that --help shows; the others are in `--print_config=`."""
 
+BENCH = "\n    bench               Measure what it costs, beside other trainers: overhead | scaling | loader.\n"
+"""The command that `__main__` runs without this parser."""
+
 
 class Parser(LightningArgumentParser):
     """LightningArgumentParser whose help fits on a screen and whose errors are one line."""
@@ -49,7 +53,7 @@ class Parser(LightningArgumentParser):
         actions = {action.dest: action for action in self._actions}
         rows = [(f"--{name}", text, actions[name].default) for name, text in COMMON.items() if name in actions]
         if not any(name in actions for name in ("model", "data")):
-            return super().format_help()
+            return super().format_help() + BENCH
         width = max(len(option) for option, _, _ in rows)
         lines = [
             f"  {option:{width}}  {text}{'' if default in (None, argparse.SUPPRESS) else f' [{_short(default)}]'}"

@@ -39,8 +39,8 @@ from lit_dp.engine.channel import Message
 from lit_dp.engine.checkpoints import LastCheckpoint
 from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
-from lit_dp.engine.preemption import SAVED
 from lit_dp.engine.stopping import StopAgreement, Tick
+from lit_dp.errors import SAVED
 from tests.launchers import LAUNCHERS, Launched, launched, note
 from tests.ranks import run_ranks
 from tests.training import Points, faulty_copy, momentum, network, quiet_trainer, seed_everything

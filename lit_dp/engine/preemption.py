@@ -25,9 +25,8 @@ from lit_dp.engine.lifeline import die_with_parent
 from lit_dp.engine.position import Moment
 from lit_dp.engine.signal_pipe import SignalPipe
 from lit_dp.engine.stopping import StopAgreement, Tick
+from lit_dp.errors import SAVED
 
-SAVED = 75
-"""Exit code of every rank of a training that was asked to stop, and was saved: EX_TEMPFAIL, run it again to go on."""
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 LAST = 1 << 40
 

@@ -62,6 +62,7 @@ class ExactDDPStrategy(ExactEvaluation):
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout), **kwargs)
         self._has_group = "process_group" in kwargs
         self.tail: Literal["pad", "exact"] = tail

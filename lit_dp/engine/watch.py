@@ -12,13 +12,12 @@ import socket
 import time
 
 from lit_dp.engine.signal_pipe import SignalPipe
+from lit_dp.errors import SAVED
 
 GRACE_SECONDS = 5.0
 """What the other ranks get to end by themselves after the first has failed; then they are killed."""
 GONE_SECONDS = 4.0
 """What the kernel gets to end those that are killed; it takes longer only where one waits for a disk."""
-SAVED = 75
-"""Exit code of a rank that saved and left, to go on another time (EX_TEMPFAIL): no failure."""
 
 _HANDED_ON: dict[int, signal.Signals] = {  # what comes to the supervisor: what the ranks get
     signal.SIGTERM: signal.SIGTERM,
