@@ -117,7 +117,7 @@ class SaveRunConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.logger, RunFolder) and stage == "fit":
             self.config.name, self.overwrite = trainer.logger.name, True  # the folder is this run's own
-            for name in ("resume", "resume_force"):  # of fit only; the file is for test and predict, too
+            for name in ("resume", "resume_force", "profile"):  # of fit only; the file is for test and predict, too
                 self.config.pop(name, None)
         super().setup(trainer, pl_module, stage)
 
