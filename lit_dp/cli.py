@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 
@@ -22,6 +22,7 @@ from lit_dp.engine.parity import sha256
 from lit_dp.engine.plan import PrintPlan
 from lit_dp.engine.predictions import PredictionFile
 from lit_dp.engine.progress import EpochLines
+from lit_dp.engine.progress_bar import ProgressBar
 from lit_dp.engine.restart import choose, mode
 from lit_dp.engine.run_folder import RunFolder, SaveRunConfig, run_folder_of
 from lit_dp.errors import ConfigError
@@ -160,7 +161,7 @@ class LitCLI(LightningCLI):
         saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False and not config["fast_dev_run"]
         config["enable_checkpointing"] = saves
         saved = callbacks if saves else [c for c in callbacks if not isinstance(c, ModelCheckpoint | LastCheckpoint)]
-        bars = [RichProgressBar(refresh_rate=4)] if config["enable_progress_bar"] else []
+        bars = [ProgressBar()] if config["enable_progress_bar"] else []
         own_data = isinstance(self.datamodule, ImageDataModule)  # whose batches tell their indices under any strategy
         ledger = Ledger(indices_of=(lambda batch: batch.indices) if own_data else None)
         said = [PrintPlan(), EpochLines()] if lines else []

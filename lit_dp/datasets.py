@@ -88,7 +88,7 @@ class InMemoryImages(ImageDataset):
 
     def read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         positions = torch.tensor(indices)
-        return self.images.index_select(0, positions), self.labels[positions]
+        return self.images.index_select(0, positions), self.labels.index_select(0, positions)
 
     def subset(self, positions: Tensor) -> "InMemoryImages":
         return InMemoryImages(self.images[positions], self.labels[positions])

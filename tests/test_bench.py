@@ -174,9 +174,7 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not any(tmp_path.iterdir())
 
 
-EVERYTHING = (
-    "BestCheckpoint LastCheckpoint RichProgressBar PrintPlan EpochLines Ledger MonitoredValues NonFinite Replicas"
-)
+EVERYTHING = "BestCheckpoint LastCheckpoint ProgressBar PrintPlan EpochLines Ledger MonitoredValues NonFinite Replicas"
 EVERYTHING += " Preemption Resume LoggedState"
 
 

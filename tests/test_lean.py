@@ -9,10 +9,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.core import module as core_module
+from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,9 +75,12 @@ def run(lean_too: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tup
 
 
 def fit_once(module: LightningModule, **settings: Any) -> None:
-    """One step."""
-    loader = DataLoader(TensorDataset(torch.rand(4, 2)), 2)
-    quiet_trainer(devices=1, max_steps=1, limit_val_batches=0, **settings).fit(module, loader, loader)
+    run_steps(module, 1, **settings)
+
+
+def run_steps(module: LightningModule, steps: int, **settings: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.rand(2 * steps, 2)), 2)
+    quiet_trainer(devices=1, max_steps=steps, limit_val_batches=0, **settings).fit(module, loader, loader)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -147,29 +149,24 @@ def test_another_profiler_hears_of_every_hook() -> None:
     assert "[LightningModule]Watched.on_train_batch_start" in profiler.recorded_durations
 
 
-def result() -> _ResultMetric:
-    meta = _Metadata("training_step", "loss")
-    meta.sync = _Sync()
-    return _ResultMetric(meta, is_tensor=True)
+def test_a_callback_that_comes_or_goes_in_a_training_is_noticed() -> None:
+    seen: list[str] = []
 
+    class Says(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append("said")
 
-def test_a_result_is_moved_only_where_it_is_not() -> None:
-    here, there = torch.device("cpu"), torch.device("meta")
-    logged = result()
-    meta = logged.meta
-    assert lean._to(logged, here) is logged
-    assert logged.meta is meta
-    lean._to(logged, there)
-    assert logged.value.device == there  # pyright: ignore
-    assert logged.cumulated_batch_size.device == there
+    class Changes(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+            callbacks = trainer.callbacks
+            if batch_idx == 1:
+                callbacks.append(says)
+            if batch_idx == 3:
+                callbacks.remove(says)
 
-
-def test_lightning_still_copies_it_for_that() -> None:
-    """Once it does not (PL 20388, PR 21769), drop the replacement."""
-    logged = result()
-    meta = logged.meta
-    lean._move(logged, torch.device("cpu"))
-    assert logged.meta is not meta
+    says = Says()
+    run_steps(Watched(), 5, callbacks=[Changes()])
+    assert seen == ["said", "said"]
 
 
 def test_signatures_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +193,5 @@ class _Unhashable:
 
 def test_lightning_looks_each_time() -> None:
     """Once it does not, drop the replacement."""
-    assert not hasattr(core_module.is_param_in_hook_signature, "cache_info")  # pyright: ignore
+    assert not hasattr(training_epoch_loop.is_param_in_hook_signature, "cache_info")  # pyright: ignore
     assert call._call_callback_hooks is lean._call_callback_hooks

@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.core import module as core_module
-from lightning.pytorch.loops import training_epoch_loop
+from lightning.pytorch.loops import evaluation_loop, training_epoch_loop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lit_dp.engine import lean_log
 
 CALLBACKS = "callbacks"
 """What a profiler is told of all of them together."""
@@ -40,10 +40,13 @@ class NoProfiler(PassThroughProfiler):
 
 @contextmanager
 def lean() -> Iterator[None]:
-    """Within it a hook that is empty is not called, what is on its device is not moved there (PL 20388), and a
-    function's signature is looked at once. With another profiler than `NoProfiler` hooks are called as ever."""
-    _own_hooks.cache_clear()  # a class may have been changed since the last training
+    """Within it a hook that is empty is not called, a value that is logged as before only adds to its result
+    (`lean_log`), and a function's signature is looked at once. With another profiler than `NoProfiler` hooks are called
+    as ever."""
     with ExitStack() as undone:
+        for forget in (_own_hooks.cache_clear, _listening.clear, lean_log.forget):
+            forget()  # a class may have been changed since the last training
+            undone.callback(forget)
         for owner, name, ours in _REPLACEMENTS:
             undone.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, ours)
@@ -59,11 +62,22 @@ def _callback_hooks(
         return
     module = trainer.lightning_module
     with trainer.profiler.profile(CALLBACKS), _current_hook(module, hook_name):
-        for callback in trainer.callbacks:
-            if hook_name not in _own_hooks(type(callback)) and hook_name not in callback.__dict__:
-                continue
-            if monitoring_callbacks in (None, isinstance(callback, EarlyStopping | Checkpoint)):
-                getattr(callback, hook_name)(trainer, module, *args, **kwargs)
+        for callback in _listeners(trainer.callbacks, hook_name, monitoring_callbacks):
+            getattr(callback, hook_name)(trainer, module, *args, **kwargs)
+
+
+def _listeners(callbacks: list[Callback], hook_name: str, monitoring: bool | None) -> list[Callback]:
+    """Those that have such a hook, in their order; looked for again whenever the list has changed."""
+    among, found = _listening.get((hook_name, monitoring), ([], []))
+    if among != callbacks or not among:
+        found = [
+            callback
+            for callback in callbacks
+            if (hook_name in _own_hooks(type(callback)) or hook_name in callback.__dict__)
+            and monitoring in (None, isinstance(callback, EarlyStopping | Checkpoint))
+        ]
+        _listening[hook_name, monitoring] = list(callbacks), found
+    return found
 
 
 def _module_hook(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
@@ -112,14 +126,6 @@ def _own_hooks(kind: type) -> set[str]:
     return {name for name in dir(kind) if getattr(kind, name) is not getattr(base, name, call)}
 
 
-def _to(result: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
-    """Lightning's copies all that a result holds, metadata and all, on each `self.log`."""
-    value: Any = getattr(result, "value", None)  # a metrics object's result has none at first
-    if value is not None and len(args) == 1 and not kwargs and value.device == args[0]:
-        return result
-    return _move(result, *args, **kwargs)
-
-
 def _has_parameter(hook_fx: Any, param: str, explicit: bool = False, min_args: int | None = None) -> bool:
     try:
         return _signature_has(getattr(hook_fx, "__func__", hook_fx), param, explicit, min_args)
@@ -129,12 +135,13 @@ def _has_parameter(hook_fx: Any, param: str, explicit: bool = False, min_args: i
 
 _signature_has = lru_cache(maxsize=32)(is_param_in_hook_signature)
 _call_callback_hooks, _call_lightning_module_hook = call._call_callback_hooks, call._call_lightning_module_hook
-_call_strategy_hook, _move = call._call_strategy_hook, _ResultMetric.to
+_call_strategy_hook = call._call_strategy_hook
+_listening: dict[tuple[str, bool | None], tuple[list[Callback], list[Callback]]] = {}
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (call, "_call_callback_hooks", _callback_hooks),
     (call, "_call_lightning_module_hook", _module_hook),
     (call, "_call_strategy_hook", _strategy_hook),
-    (_ResultMetric, "to", _to),
-    (core_module, "is_param_in_hook_signature", _has_parameter),
+    (LightningModule, "log", lean_log.log),
     (training_epoch_loop, "is_param_in_hook_signature", _has_parameter),
+    (evaluation_loop, "is_param_in_hook_signature", _has_parameter),
 ]

@@ -108,9 +108,7 @@ class Schedule:
         order = self.complete(order)
         self._check_step(step, self._steps(len(order)))
         self._check_rank(virtual_rank)
-        start, stop = step * self.global_batch, (step + 1) * self.global_batch
-        # A copy: a view would drag the whole epoch's storage along wherever it is pickled.
-        return order[start + virtual_rank : stop : self.virtual_ranks].clone()
+        return self._part(order, step, virtual_rank)
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:
         """One virtual rank's samples of one step: int64 (<= per_rank_batch,). Shuffles anew: `iterate` for a loop."""
@@ -137,7 +135,12 @@ class Schedule:
             raise ValueError(f"start_step={start_step}: an epoch has {steps} steps; start at 0 to {steps}.")
         for rank in virtual_ranks:
             self._check_rank(rank)
-        return ((s, v, self.split(order, s, v)) for s in range(start_step, steps) for v in virtual_ranks)
+        return ((s, v, self._part(order, s, v)) for s in range(start_step, steps) for v in virtual_ranks)
+
+    def _part(self, complete: Tensor, step: int, virtual_rank: int) -> Tensor:
+        start, stop = step * self.global_batch, (step + 1) * self.global_batch
+        # A copy: a view would drag the whole epoch's storage along wherever it is pickled.
+        return complete[start + virtual_rank : stop : self.virtual_ranks].clone()
 
     def _used(self, length: int) -> int:
         if self.tail == "exact":
