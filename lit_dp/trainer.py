@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
-from lit_dp.engine import launch, restart
-from lit_dp.engine.checkpoints import LastCheckpoint, last_path
+from lit_dp.engine import launch, restart, resume_choice
+from lit_dp.engine.checkpoints import LastCheckpoint
 from lit_dp.engine.configured import Configured
 from lit_dp.engine.exchange_state import ExchangeState
 from lit_dp.engine.guards import guards
@@ -24,9 +24,7 @@ from lit_dp.engine.peers import Peers
 from lit_dp.engine.plan import Placement, plan_rows, table
 from lit_dp.engine.preemption import Preemption
 from lit_dp.engine.rank import FirstToHear
-from lit_dp.engine.rendezvous import renew
 from lit_dp.engine.resume import Resume
-from lit_dp.engine.run_folder import RunFolder
 from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.step_profile import StepProfile
 from lit_dp.engine.strategy import ExactDDPStrategy
@@ -137,7 +135,7 @@ class Trainer(pl.Trainer):
             ConfigError: there is nothing to resume from, or it cannot be resumed exactly.
         """
         restart.begin_fit()
-        path = self._agreed(restart.mode(resume, ckpt_path))
+        path = resume_choice.agreed(self, restart.mode(resume, ckpt_path))
         for callback in self.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, Resume):
                 callback.force = resume_force
@@ -145,7 +143,7 @@ class Trainer(pl.Trainer):
             with lean(), self._profiled(profile):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
         finally:
-            os.environ.pop(_CHOSEN, None)
+            resume_choice.forget()
 
     @contextmanager
     def _profiled(self, what: str | None) -> Iterator[None]:
@@ -176,41 +174,6 @@ class Trainer(pl.Trainer):
         if isinstance(self.strategy, ExactDDPStrategy):
             self.strategy.meet("save_checkpoint")
         super().save_checkpoint(filepath, weights_only, storage_options)
-
-    def _agreed(self, resume: str) -> str | None:
-        """The checkpoint that rank 0 chooses, on all ranks."""
-        if resume == "never":
-            return None
-        if self.global_rank and _CHOSEN in os.environ:  # started by rank 0, which has chosen
-            return os.environ[_CHOSEN] or None
-        environment = getattr(self.strategy, "cluster_environment", None)
-        all_there = environment is not None and environment.creates_processes_externally
-        peers = self._joined() if all_there else Peers(0, 1)
-        job = [name for of_rank in peers.gather(restart.started_as()) for name in of_rank]
-        for logger in self.loggers:
-            if isinstance(logger, RunFolder):
-                logger.job = job
-        folder = os.path.dirname(last_path(self))  # on all ranks
-        choice = peers.from_first(restart.choose(resume, folder, job) if peers.rank == 0 else None)
-        if choice.refusal is not None:
-            raise ConfigError(choice.refusal)
-        if not all_there:  # Lightning's launcher starts the others
-            os.environ[_CHOSEN] = choice.path or ""
-        if self.is_global_zero:
-            said = [f"{line}: passed over" for line in choice.passed_over]
-            said += [f"goes on from {choice.path}"] if choice.path not in (None, resume) else []
-            print("".join(f"resume: {line}\n" for line in said), end="", flush=True)
-        return choice.path
-
-    def _joined(self) -> Peers:
-        """All ranks, which can talk from here on; each alone where the strategy is not of DDP's kind."""
-        if self.world_size == 1 or not isinstance(self.strategy, DDPStrategy):
-            return Peers(0, 1)
-        assert self.strategy.accelerator is not None
-        self.strategy.accelerator.setup_device(self.strategy.root_device)
-        renew()
-        self.strategy.setup_distributed()
-        return Peers(self.global_rank, self.world_size)
 
     def plan(
         self,
@@ -250,9 +213,6 @@ class Trainer(pl.Trainer):
         rows = plan_rows(place, self, model, batches)
         print(table(rows))
         return table(rows)
-
-
-_CHOSEN = "LIT_DP_RESUME_FROM"
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from lit_dp.engine.checkpoints import LastCheckpoint
 from lit_dp.engine.ledger import Ledger
 from lit_dp.engine.parity import sha256
 from lit_dp.engine.preemption import Preemption
+from lit_dp.engine.resume_choice import agreed
 from lit_dp.engine.strategy import ExactDDPStrategy
 from tests.command import Ended, lit_dp
 from tests.launchers import Elastic, Launched, launched, note
@@ -454,4 +455,4 @@ def test_rank_zero_decides(tmp_path: Path) -> None:
 
 
 def _chosen(root: Path) -> str | None:
-    return quiet_trainer(default_root_dir=root / os.environ["RANK"])._agreed("auto")
+    return agreed(quiet_trainer(default_root_dir=root / os.environ["RANK"]), "auto")

@@ -48,7 +48,8 @@ def _overhead(commands: Any, name: str) -> "Options":
         name,
         help="step, epoch, start and memory of fit against raw loops, Lightning and accelerate",
         description="Times (a) the tutorial's raw loop, (b) a tuned one, (c) Lightning's ddp, (d) exact_ddp as fit runs"
-        " it, (e) the same with virtual ranks, (f) accelerate where it is installed, in turn, in the same processes.",
+        " it, (e) the same with virtual ranks, (f) accelerate if it is installed, (g) Lightning with nothing; in turn,"
+        " in the same processes.",
     )
     add = parser.add_argument
     add("--model", choices=(*MODELS, "all"), default="all", help="mlp, cnn, resnet18 or all of them [all]")
@@ -57,7 +58,7 @@ def _overhead(commands: Any, name: str) -> "Options":
     add("--steps", type=_at_least(1), default=100, metavar="N", help="timed steps of a training, after 5 others [100]")
     add("--epochs", type=_at_least(1), default=1, metavar="N", help="whole epochs a training of the CNN [1]")
     add("--data", default="data", metavar="ROOT", help="folder of FashionMNIST/; synthetic where it is not [data]")
-    add("--kinds", default="abcdef", metavar="abd", help="which of the kinds a to f [abcdef]")
+    add("--kinds", default="abcdefg", metavar="abd", help="which of the kinds a to g [abcdefg]")
     add("--parts", default=",".join(PARTS), metavar="P,P", help=f"what is measured [{','.join(PARTS)}]")
     _add_name(parser, name)
     return parser

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from lit_dp.commands import bench_fit, bench_lightning, bench_loops
+from lit_dp.commands import bench_bare, bench_fit, bench_lightning, bench_loops
 from lit_dp.commands.bench_clock import Clock
 from lit_dp.commands.bench_jobs import JOBS, LEARNING_RATE, MOMENTUM, Data
 from lit_dp.commands.bench_lightning import StepClock
@@ -130,6 +130,11 @@ def _accelerate(training: Training) -> Timing:
     return Timing.of(clock, training, correct / samples)
 
 
+def _bare(training: Training) -> Timing:
+    clock, validated = bench_bare.train(JOBS[training.data.job], training.data, training.processes, training.epochs)
+    return Timing.of(clock, training, validated.accuracy)
+
+
 KINDS = {
     "a": Kind("tutorial loop", _tutorial),
     "b": Kind("tuned loop", _tuned),
@@ -137,6 +142,7 @@ KINDS = {
     "d": Kind("exact_ddp (fit)", _exact_ddp),
     "e": Kind(f"exact_ddp, {VIRTUAL_RANKS} virtual ranks", _virtual_ranks),
     "f": Kind("accelerate", _accelerate),
+    "g": Kind("Lightning, bare", _bare),
 }
 
 

@@ -68,7 +68,7 @@ def tutorial(job: Job, data: Data, epochs: int, clock: Clock, after_step: AfterS
                 loss_sum += cross_entropy(logits, labels).item() * len(labels)
                 correct += (logits.argmax(dim=1) == labels).sum().item()
                 samples += len(labels)
-        validated = _over_ranks(torch.tensor([loss_sum, correct, samples], dtype=torch.float64, device=device))
+        validated = over_ranks(torch.tensor([loss_sum, correct, samples], dtype=torch.float64, device=device))
         if rank == 0:
             print(f"epoch {epoch + 1}: val loss {validated.loss:.4f}, accuracy {validated.accuracy:.4f}", flush=True)
     clock.end()
@@ -98,7 +98,7 @@ def tuned(job: Job, data: Data, epochs: int, clock: Clock, after_step: AfterStep
         model.train()
         clock.epoch()
         for indices in torch.tensor(list(sampler)).split(job.batch):
-            images, labels = _gathered(train, indices, device)
+            images, labels = gathered(train, indices, device)
             clock.tick()
             optimizer.zero_grad(set_to_none=True)
             cross_entropy(model(scaled(images)), labels).backward()
@@ -112,12 +112,12 @@ def tuned(job: Job, data: Data, epochs: int, clock: Clock, after_step: AfterStep
             for buffer in buffers if world_size > 1 else []:  # once, where DDP would before every batch
                 dist.broadcast(buffer, 0)
             for indices in torch.arange(len(val.labels)).split(job.batch):
-                images, labels = _gathered(val, indices, device)
+                images, labels = gathered(val, indices, device)
                 logits = network(scaled(images))
                 sums[0] += cross_entropy(logits, labels).double() * len(labels)
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
                 sums[2] += len(labels)
-        validated = _over_ranks(sums)
+        validated = over_ranks(sums)
         if rank == 0:
             print(f"epoch {epoch + 1}: val loss {validated.loss:.4f}, accuracy {validated.accuracy:.4f}", flush=True)
     clock.end()
@@ -142,14 +142,16 @@ def _val_loader(dataset: Dataset[Any], batch: int, world_size: int, rank: int, p
     return DataLoader(dataset, batch, sampler=sampler, pin_memory=pin)
 
 
-def _gathered(data: Images, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def gathered(data: Images, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A batch of images uint8 (B, C, H, W) and labels int64 (B,), on its way to the device."""
     images, labels = data.images.index_select(0, indices), data.labels[indices]
     if device.type != "cuda":
         return images, labels
     return images.pin_memory().to(device, non_blocking=True), labels.pin_memory().to(device, non_blocking=True)
 
 
-def _over_ranks(sums: Tensor) -> Validated:
+def over_ranks(sums: Tensor) -> Validated:
+    """Of this rank's sums, float64 (3,): of losses, of right answers, of samples. All ranks call it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     loss, correct, samples = sums.tolist()

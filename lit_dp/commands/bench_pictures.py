@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from lit_dp.commands.bench_report import Report, Spread, ratios
-from lit_dp.commands.plots import plt
 
 WORK, EXPOSED, OTHER, LINE = "#4c78a8", "#e45756", "#9a9a9a", "#333333"
 
@@ -21,8 +22,8 @@ def draw_overhead(report: Report, picture: Path) -> None:
     columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
     height = 0.42 * max(len(panel[1]) for panel in drawn) + 1.4
-    size = (7.0 * columns, height * rows + 0.3)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(7.0 * columns, height * rows + 0.3), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, panel in zip(axes.flat, drawn, strict=False):
         _ratios(axis, *panel)
     for axis in axes.flat[len(drawn) :]:
@@ -52,7 +53,8 @@ def _ratios(axis: Any, title: str, kinds: dict[str, str], values: dict[str, list
 
 def draw_scaling(report: Report, picture: Path) -> None:
     """Step time by processes, strong and weak: work, and communication that work does not hide; and bus bandwidth."""
-    figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.6), layout="constrained")
+    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
+    axes = figure.subplots(1, 3)
     every = report.results["rows"]
     for axis, regime in zip(axes, ("strong", "weak"), strict=False):
         _stacked(axis, regime, [row for row in every if row["regime"] == regime])
@@ -93,7 +95,8 @@ def _stacked(axis: Any, regime: str, rows: list[dict[str, Any]]) -> None:
 def draw_loader(report: Report, picture: Path) -> None:
     """Samples a second that loaders deliver, by workers, against what the model consumes."""
     results = report.results
-    figure, axis = plt.subplots(figsize=(7.2, 4.8), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    axis = figure.subplots()
     rates = {int(workers): Spread.of(values) for workers, values in results["loader_samples_per_second"].items()}
     _bars(axis, [str(workers) for workers in rates], list(rates.values()), WORK)
     consumed = Spread.of(results["model_samples_per_second"])
@@ -137,4 +140,3 @@ def _save(figure: Any, report: Report, picture: Path) -> None:
     versions = ", ".join(f"{name} {seen[name]}" for name in ("torch", "lightning", "python", "OMP_NUM_THREADS"))
     figure.supxlabel(f"{seen['cpu']}, {seen['cores']} cores, GPUs: {seen['gpus']}; {versions}", fontsize=7.5)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)

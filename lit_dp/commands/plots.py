@@ -1,13 +1,11 @@
-"""Pictures of a run."""
+"""Pictures of a run. Figures are made without pyplot, which would keep them, and takes memory and time to import."""
 
 import csv
 from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from lit_dp.engine.step_parts import PARTS, StepTimes
@@ -38,7 +36,8 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         panels[name.split("/")[-1]].append(name)
     if not panels:
         return
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
         for name in names:
             axis.plot(*curves[name], marker=".", label=name)
@@ -47,7 +46,6 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> None:
@@ -56,7 +54,8 @@ def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> 
     names = classes if classes is not None and len(classes) == n else [str(i) for i in range(n)]
     share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     size = max(4.0, 0.45 * n + 1.5) if n <= 40 else 12.0
-    figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+    figure = Figure(figsize=(size, size), layout="constrained")
+    axis = figure.subplots()
     axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     axis.set(xlabel="predicted", ylabel="true", title=f"{int(counts.trace()):,} of {int(counts.sum()):,} right")
     if n <= 40:
@@ -69,14 +68,14 @@ def draw_confusion(counts: Tensor, classes: list[str] | None, picture: Path) -> 
                     colour = "white" if share[true, predicted] > 0.5 else "black"
                     axis.text(predicted, true, str(count), ha="center", va="center", color=colour, fontsize=8)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def draw_step_profile(times: StepTimes, picture: Path) -> None:
     """A bar a rank: the parts of a mean step, end to end."""
     ranks = len(times.ranks)
-    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * ranks), layout="constrained")
-    colours = plt.get_cmap("tab10").colors  # pyright: ignore[reportAttributeAccessIssue]
+    figure = Figure(figsize=(9, 1.6 + 0.4 * ranks), layout="constrained")
+    axis = figure.subplots()
+    colours = matplotlib.colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
     ends, names = [0.0] * ranks, [f"rank {rank}" for rank in range(ranks)]
     for (part, title), colour in zip(PARTS.items(), colours, strict=False):
         lengths = times.milliseconds(part)
@@ -88,4 +87,3 @@ def draw_step_profile(times: StepTimes, picture: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
