@@ -64,19 +64,16 @@ def test_overhead(benched: Any) -> None:
 def test_overhead_of_whole_epochs_and_memory(tmp_path: Path) -> None:
     training = Training(Data("cnn", str(tmp_path), samples=192), processes=2, epochs=1, root=tmp_path)
     plan = bench_overhead.Plan(training, "abdg", 1)
-    found = bench_overhead.epochs(plan)
+    found = bench_overhead.epochs(plan, ["epochs", "memory"])
     assert {kind: len(values) for kind, values in found["seconds_per_epoch"].items()} == dict.fromkeys("abdg", 1)
     assert found["accuracy"]["a"] == found["accuracy"]["b"] == found["accuracy"]["g"]  # they train the same weights
     assert "(a) tutorial loop" in str(bench_overhead.epochs_table(found))
-    memory = bench_overhead.steps(plan, ["memory"])
-    assert all(0 < above < memory["peak_megabytes_per_rank"][k] for k, above in _above(memory).items())
-    table = str(bench_overhead.steps_table(memory))
-    assert "peak MB a rank" in table
-    assert "192 samples" in table
-
-
-def _above(memory: dict[str, Any]) -> dict[str, float]:
-    return memory["megabytes_above_start_per_rank"]
+    above, peaks = found["megabytes_above_start_per_rank"], found["peak_megabytes_per_rank"]
+    assert set(above) == set(plan.kinds)
+    assert all(0 < above[kind] < peaks[kind] for kind in plan.kinds)
+    for table in (bench_overhead.epochs_table(found), bench_overhead.steps_table({**found, "processes": 2})):
+        assert "peak MB a rank" in str(table)
+        assert "192 samples" in str(table)
 
 
 def test_scaling(benched: Any) -> None:

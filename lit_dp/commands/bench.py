@@ -49,7 +49,7 @@ def _overhead(commands: Any, name: str) -> "Options":
         help="step, epoch, start and memory of fit against raw loops, Lightning and accelerate",
         description="Times (a) the tutorial's raw loop, (b) a tuned one, (c) Lightning's ddp, (d) exact_ddp as fit runs"
         " it, (e) the same with virtual ranks, (f) accelerate if it is installed, (g) Lightning with nothing; in turn,"
-        " in the same processes.",
+        " each in fresh processes.",
     )
     add = parser.add_argument
     add("--model", choices=(*MODELS, "all"), default="all", help="mlp, cnn, resnet18 or all of them [all]")

@@ -1,16 +1,16 @@
 """`bench overhead`: a step, an epoch, the way to the first step and the memory of every kind of training."""
 
-import gc
 import shutil
+import statistics
 import time
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lit_dp.commands import bench_start
 from lit_dp.commands.bench import MODELS, PARTS
-from lit_dp.commands.bench_clock import held_megabytes, peak_megabytes, settle
+from lit_dp.commands.bench_clock import held_megabytes, peak_megabytes
 from lit_dp.commands.bench_jobs import JOBS, TRAINING, WARM_UP, Data
 from lit_dp.commands.bench_kinds import KINDS, Timing, Training, left_out
 from lit_dp.commands.bench_overhead_report import epochs_table, start_table, steps_table
@@ -70,13 +70,16 @@ def _refuse(job: str, options: Namespace) -> None:
 def _measured(options: Namespace, jobs: list[str], kinds: str, parts: list[str], scratch: Path) -> tuple[dict, list]:
     results: dict[str, Any] = {"steps": [], "epochs": [], "start": []}
     tables = []
-    for plan in _plans(options, jobs, kinds, scratch) if {"steps", "memory"} & {*parts} else []:
+    short = "steps" in parts or (
+        "memory" in parts and "epochs" not in parts
+    )  # memory is measured in what is run anyway
+    for plan in _plans(options, jobs, kinds, scratch) if short else []:
         measured = steps(plan, parts)
         results["steps"].append(measured)
         tables.append(steps_table(measured))
     if "cnn" in jobs and "epochs" in parts:
         training = Training(Data("cnn", options.data), options.processes, options.epochs, scratch)
-        measured = epochs(Plan(training, _possible(kinds, "cnn", options.processes), options.repetitions))
+        measured = epochs(Plan(training, _possible(kinds, "cnn", options.processes), options.repetitions), parts)
         results["epochs"].append(measured)
         tables.append(epochs_table(measured))
     if "start" in parts:
@@ -103,31 +106,22 @@ def _possible(kinds: str, job: str, processes: int) -> str:
 
 def steps(plan: Plan, parts: list[str]) -> dict[str, Any]:
     """Milliseconds a step and peak memory, by kind."""
-    measured: dict[str, Any] = _named(plan)
+    measured, runs = _named(plan), trained(plan)
     if "steps" in parts:
-        by_rank = on_ranks(plan.training.processes, timings, plan)
         measured["milliseconds_per_step"] = {
-            kind: [
-                1000 * step_seconds([rank[i][kind].steps for rank in by_rank], WARM_UP) for i in range(plan.repetitions)
-            ]
+            kind: [1000 * step_seconds([rank.timing.steps for rank in run[kind]], WARM_UP) for run in runs]
             for kind in plan.kinds
         }
-    if "memory" in parts:
-        whole = plan.training.data.job == "cnn" and "epochs" in parts
-        training = replace(plan.training, data=replace(plan.training.data, samples=None)) if whole else plan.training
-        measured["memory_samples"] = training.data.samples or TRAINING
-        measured |= _memory(plan.kinds, training)
-    return measured
+    return measured | (_memory(plan, runs) if "memory" in parts else {})
 
 
-def epochs(plan: Plan) -> dict[str, Any]:
-    """Seconds an epoch with its validation, by kind; as long as the slowest rank takes."""
-    by_rank = on_ranks(plan.training.processes, timings, plan)
-    seconds = {
-        kind: [max(rank[i][kind].epoch for rank in by_rank) for i in range(plan.repetitions)] for kind in plan.kinds
-    }
-    accuracy = {kind: [timing[kind].accuracy for timing in by_rank[0]] for kind in plan.kinds}
-    return {**_named(plan), "seconds_per_epoch": seconds, "accuracy": accuracy}
+def epochs(plan: Plan, parts: list[str]) -> dict[str, Any]:
+    """Seconds an epoch with its validation, as long as the slowest rank takes, and peak memory; by kind."""
+    runs = trained(plan)
+    seconds = {kind: [max(rank.timing.epoch for rank in run[kind]) for run in runs] for kind in plan.kinds}
+    accuracy = {kind: [run[kind][0].timing.accuracy for run in runs] for kind in plan.kinds}
+    measured = {**_named(plan), "seconds_per_epoch": seconds, "accuracy": accuracy}
+    return measured | (_memory(plan, runs) if "memory" in parts else {})
 
 
 def _named(plan: Plan) -> dict[str, Any]:
@@ -144,47 +138,51 @@ def _named(plan: Plan) -> dict[str, Any]:
     }
 
 
-def timings(plan: Plan) -> list[dict[str, Timing]]:
-    """On every rank: all kinds in turn, A B C and then C B A, in processes that they share; by repetition."""
-    join()
-    measured = []
+class OfRank(NamedTuple):
+    """What one rank took for a training: time, and megabytes at the peak and before."""
+
+    timing: Timing
+    peak: float | None
+    before: float | None
+
+
+def trained(plan: Plan) -> list[dict[str, list[OfRank]]]:
+    """All kinds in turn, A B C and then C B A, each in processes of its own, as a person starts it: what allocator and
+    libraries have learnt from one kind does not serve another. By repetition, kind and rank."""
+    runs = []
     for repetition in range(plan.repetitions):
-        begun, of_kind = time.monotonic(), {}
-        for kind in alternated(plan.kinds, repetition):
-            with terminal():
-                of_kind[kind] = KINDS[kind].train(plan.training)
-            gc.collect()  # what one kind leaves behind, the next shall not have to clean up
-            settle()
-        measured.append(of_kind)
-        _say_progress(plan, repetition, time.monotonic() - begun)
-    return measured
+        begun = time.monotonic()
+        run = {
+            kind: on_ranks(plan.training.processes, train, kind, plan.training)
+            for kind in alternated(plan.kinds, repetition)
+        }
+        runs.append(run)
+        say(f"{plan.title}: repetition {repetition + 1} of {plan.repetitions}, {time.monotonic() - begun:.0f} s")
+    return runs
 
 
-def _say_progress(plan: Plan, repetition: int, seconds: float) -> None:
-    from lightning.pytorch.utilities import rank_zero_only
-
-    if rank_zero_only.rank == 0:
-        say(f"{plan.title}: repetition {repetition + 1} of {plan.repetitions}, {seconds:.0f} s")
-
-
-def _memory(kinds: str, training: Training) -> dict[str, dict[str, float | None]]:
-    """Peak memory of the rank that holds most, and how much of it was not there before the training; by kind."""
-    peaks, above = {}, {}
-    for kind in kinds:
-        of_ranks = on_ranks(training.processes, peak_memory, kind, training)
-        known = [(peak, start) for peak, start in of_ranks if peak is not None]
-        peaks[kind] = max((peak for peak, _ in known), default=None)
-        above[kind] = max((peak - start for peak, start in known), default=None)
-    return {"peak_megabytes_per_rank": peaks, "megabytes_above_start_per_rank": above}
-
-
-def peak_memory(kind: str, training: Training) -> tuple[float | None, float | None]:
-    """In a fresh process: megabytes at the peak, and before the training. Imports are the same for all kinds."""
-    start = held_megabytes()
+def train(kind: str, training: Training) -> OfRank:
+    """On every rank. Imports are the same for all kinds."""
+    before = held_megabytes()
     join()
     with terminal():
-        KINDS[kind].train(training)
-    return peak_megabytes(), start
+        timing = KINDS[kind].train(training)
+    return OfRank(timing, peak_megabytes(), before)
+
+
+def _memory(plan: Plan, runs: list[dict[str, list[OfRank]]]) -> dict[str, Any]:
+    """Peak memory of the rank that holds most, and what of it the training took: medians of repetitions, by kind."""
+    peaks, above = {}, {}
+    for kind in plan.kinds:
+        known = [[(r.peak, r.peak - r.before) for r in run[kind] if r.peak is not None and r.before] for run in runs]
+        most = [max(of_ranks) for of_ranks in known if of_ranks]
+        peaks[kind] = statistics.median(peak for peak, _ in most) if most else None
+        above[kind] = statistics.median(taken for _, taken in most) if most else None
+    return {
+        "memory_samples": plan.training.data.samples or TRAINING,
+        "peak_megabytes_per_rank": peaks,
+        "megabytes_above_start_per_rank": above,
+    }
 
 
 def _chosen(given: list[str], possible: tuple[str, ...], option: str) -> list[str]:

@@ -11,7 +11,6 @@ BASES = ("a", "b")
 def steps_table(measured: dict[str, Any]) -> Table:
     """Milliseconds a step and peak memory; on one process also microseconds above the loops."""
     steps = measured.get("milliseconds_per_step")
-    peaks = measured.get("peak_megabytes_per_rank")
     header, rows, notes = ["kind"], _labels(measured), _missing(measured)
     if steps is not None:
         _add(header, rows, "ms a step", [str(Spread.of(steps[kind])) for kind in measured["kinds"]])
@@ -20,28 +19,21 @@ def steps_table(measured: dict[str, Any]) -> Table:
         if measured["processes"] == 1:
             for base in BASES:
                 _add(header, rows, f"µs above ({base})", [_above(steps, kind, base) for kind in measured["kinds"]])
-    if peaks is not None:
-        _add(header, rows, "peak MB a rank", [_number(peaks[kind]) for kind in measured["kinds"]])
-        _add(header, rows, "of (b)", [_ratio_of_numbers(peaks, kind, "b") for kind in measured["kinds"]])
-        above = measured["megabytes_above_start_per_rank"]
-        _add(header, rows, "MB above its start", [_number(above[kind]) for kind in measured["kinds"]])
-        notes.append(
-            f"Memory: VmHWM of fresh processes that train once on {measured['memory_samples']:,} samples, all kinds"
-            " with the same imports; their start is what they hold before."
-        )
+    _add_memory(header, rows, notes, measured)
     return Table(f"A step: {measured['title']}", header, rows, notes)
 
 
 def epochs_table(measured: dict[str, Any]) -> Table:
     """Seconds an epoch with its validation."""
     seconds, kinds = measured["seconds_per_epoch"], list(measured["kinds"])
-    header, rows = ["kind"], _labels(measured)
+    header, rows, notes = ["kind"], _labels(measured), _missing(measured)
     _add(header, rows, "s an epoch", [str(Spread.of(seconds[kind])) for kind in kinds])
     for base in BASES:
         _add(header, rows, f"of ({base})", [_ratio(seconds, kind, base) for kind in kinds])
     _add(header, rows, "accuracy", [f"{Spread.of(measured['accuracy'][kind]).median:.4f}" for kind in kinds])
-    note = "An epoch: training, validation with loss and accuracy, and, in (c) to (e), logs and checkpoints."
-    return Table(f"Whole epochs: {measured['title']}", header, rows, [*_missing(measured), note])
+    notes.append("An epoch: training, validation with loss and accuracy, and, in (c) to (e), logs and checkpoints.")
+    _add_memory(header, rows, notes, measured)
+    return Table(f"Whole epochs: {measured['title']}", header, rows, notes)
 
 
 def start_table(measured: dict[str, Any]) -> Table:
@@ -67,6 +59,20 @@ def _add(header: list[str], rows: list[list[str]], name: str, cells: list[str]) 
     header.append(name)
     for row, cell in zip(rows, cells, strict=True):
         row.append(cell)
+
+
+def _add_memory(header: list[str], rows: list[list[str]], notes: list[str], measured: dict[str, Any]) -> None:
+    peaks = measured.get("peak_megabytes_per_rank")
+    if peaks is None:
+        return
+    _add(header, rows, "peak MB a rank", [_number(peaks[kind]) for kind in measured["kinds"]])
+    _add(header, rows, "of (b)", [_ratio_of_numbers(peaks, kind, "b") for kind in measured["kinds"]])
+    above = measured["megabytes_above_start_per_rank"]
+    _add(header, rows, "MB above its start", [_number(above[kind]) for kind in measured["kinds"]])
+    notes.append(
+        f"Memory: VmHWM of fresh processes that train once on {measured['memory_samples']:,} samples, all kinds"
+        " with the same imports; their start is what they hold before."
+    )
 
 
 def _ratio(values: dict[str, list[float]], kind: str, base: str) -> str:
