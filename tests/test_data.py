@@ -24,6 +24,7 @@ from torchvision.transforms import v2
 from lit_dp.data import MAX_WORKERS, ImageDataModule, _cores
 from lit_dp.datasets import DecodedImages, InMemoryImages
 from lit_dp.errors import ConfigError, RunError
+from lit_dp.sources import cut_missing
 from tests.ranks import run_ranks
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -231,6 +232,16 @@ def test_setup_leaves_the_global_random_numbers_alone(augmentation: list | None,
 
 def test_the_test_part_does_not_move_with_val_fraction() -> None:
     assert torch.equal(images_of(loaded(), "test"), images_of(loaded(val_fraction=0.3), "test"))
+
+
+def test_only_what_is_missing_is_cut_and_copied() -> None:
+    part = InMemoryImages(torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.zeros(10, dtype=torch.int64))
+    whole = {"train": part, "val": part.subset(torch.arange(2)), "test": part.subset(torch.arange(3))}
+    fractions = {"test": 0.2, "val": 0.2}
+    assert all(cut is whole[name] for name, cut in cut_missing(whole, fractions, 0).items())
+    lacking = cut_missing({name: whole[name] for name in ("train", "test")}, fractions, 0)
+    assert lacking["train"] is not part
+    assert {name: len(cut) for name, cut in lacking.items()} == {"train": 8, "test": 3, "val": 2}
 
 
 def _cut_under_the_ranks_own_seed() -> bytes:
