@@ -56,7 +56,6 @@ class ImageDataModule(LightningDataModule):
         dataset_args: More arguments of the dataset's class.
     """
 
-    draws = False  # on the way to the device, where nothing is augmented
     classes: list[str]
     num_classes: int
     sample_shape: tuple[int, int, int]
@@ -137,12 +136,6 @@ class ImageDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self._loader("test")
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """As Lightning's, which looks into a batch for tensors: ours are known."""
-        if not isinstance(batch, Batch):
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return Batch(*(column.to(device, non_blocking=device.type == "cuda") for column in batch))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Normalise the images, on the device that they have reached. Needs no trainer.

@@ -56,9 +56,9 @@ def cut_missing(parts: dict[str, ImageDataset], fractions: dict[str, float], see
     Raises:
         ConfigError: a part would be empty.
     """
-    if fractions.keys() <= parts.keys():
-        return parts  # and no copy of them
     length = len(parts["train"])
+    if length and fractions.keys() <= parts.keys():
+        return parts  # and no copy of them
     lengths = {name: round(length * fraction) for name, fraction in fractions.items() if name not in parts}
     lengths["train"] = length - sum(lengths.values())
     if min(lengths.values()) < 1:

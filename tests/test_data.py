@@ -236,7 +236,7 @@ def test_the_test_part_does_not_move_with_val_fraction() -> None:
 
 def test_only_what_is_missing_is_cut_and_copied() -> None:
     part = InMemoryImages(torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.zeros(10, dtype=torch.int64))
-    whole = {"train": part, "val": part.subset(torch.arange(2)), "test": part.subset(torch.arange(3))}
+    whole: dict[str, Any] = {"train": part, "val": part.subset(torch.arange(2)), "test": part.subset(torch.arange(3))}
     fractions = {"test": 0.2, "val": 0.2}
     assert all(cut is whole[name] for name, cut in cut_missing(whole, fractions, 0).items())
     lacking = cut_missing({name: whole[name] for name in ("train", "test")}, fractions, 0)

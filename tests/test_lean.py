@@ -126,6 +126,21 @@ def test_a_hook_that_a_class_gets_later_is_called(monkeypatch: pytest.MonkeyPatc
     assert seen == ["called"]
 
 
+def test_a_callback_that_a_setup_adds_is_set_up() -> None:
+    seen: list[str] = []
+
+    class Added(Callback):
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            seen.append("set up")
+
+    class Adds(Callback):
+        def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            trainer.callbacks.append(Added())
+
+    fit_once(Watched(), callbacks=[Adds()])
+    assert seen == ["set up"]
+
+
 def originals() -> Iterator[Any]:
     for owner, name, ours in lean._REPLACEMENTS:
         yield getattr(owner, name) is not ours

@@ -18,8 +18,6 @@ from lit_dp.commands.bench_jobs import LEARNING_RATE, MOMENTUM, Data, Images, Jo
 from lit_dp.commands.bench_lightning import StepClock
 from lit_dp.commands.bench_loops import Validated, gathered, over_ranks, place
 
-CPU = torch.device("cpu")
-
 
 class Bare(LightningModule):
     """The tuned loop's step and validation, and no `self.log`."""
@@ -54,7 +52,7 @@ class Batches:
     """This rank's, gathered from memory: a loader without a DataLoader."""
 
     def __init__(self, data: Images, batch: int, shuffle: bool) -> None:
-        _, world_size, rank = place()
+        self.device, world_size, rank = place()
         self.data, self.batch, self.epoch = data, batch, 0
         own: Any = range(len(data.labels))
         self._order: Any = DistributedSampler(own, world_size, rank) if shuffle else own[rank::world_size]
@@ -64,7 +62,7 @@ class Batches:
             self._order.set_epoch(self.epoch)
         self.epoch += 1
         for indices in torch.tensor(list(self._order)).split(self.batch):
-            yield gathered(self.data, indices, CPU)
+            yield gathered(self.data, indices, self.device)
 
     def __len__(self) -> int:
         return -(-len(self._order) // self.batch)

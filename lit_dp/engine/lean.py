@@ -3,7 +3,7 @@
 While a training runs some of Lightning's private functions are replaced by ones that do the same; its loops are not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any
@@ -62,22 +62,25 @@ def _callback_hooks(
         return
     module = trainer.lightning_module
     with trainer.profiler.profile(CALLBACKS), _current_hook(module, hook_name):
-        for callback in _listeners(trainer.callbacks, hook_name, monitoring_callbacks):
-            getattr(callback, hook_name)(trainer, module, *args, **kwargs)
+        for callback in _listeners(trainer.callbacks, hook_name):
+            if monitoring_callbacks in (None, isinstance(callback, EarlyStopping | Checkpoint)):
+                getattr(callback, hook_name)(trainer, module, *args, **kwargs)
 
 
-def _listeners(callbacks: list[Callback], hook_name: str, monitoring: bool | None) -> list[Callback]:
-    """Those that have such a hook, in their order; looked for again whenever the list has changed."""
-    among, found = _listening.get((hook_name, monitoring), ([], []))
-    if among != callbacks or not among:
-        found = [
-            callback
-            for callback in callbacks
-            if (hook_name in _own_hooks(type(callback)) or hook_name in callback.__dict__)
-            and monitoring in (None, isinstance(callback, EarlyStopping | Checkpoint))
-        ]
-        _listening[hook_name, monitoring] = list(callbacks), found
+def _listeners(callbacks: list[Callback], hook_name: str) -> Iterable[Callback]:
+    """Those that have such a hook, in their order. Of every step's they are looked for once, and again where the list
+    has changed. Others may add to the list while it is gone through, as a callback's `setup` does."""
+    if hook_name not in EMPTY:
+        return (callback for callback in callbacks if _has(callback, hook_name))
+    among, found = _listening.get(hook_name, ([], []))
+    if len(among) != len(callbacks) or any(a is not b for a, b in zip(among, callbacks, strict=True)):
+        found = [callback for callback in callbacks if _has(callback, hook_name)]
+        _listening[hook_name] = list(callbacks), found
     return found
+
+
+def _has(callback: Callback, hook_name: str) -> bool:
+    return hook_name in _own_hooks(type(callback)) or hook_name in callback.__dict__
 
 
 def _module_hook(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
@@ -136,7 +139,7 @@ def _has_parameter(hook_fx: Any, param: str, explicit: bool = False, min_args: i
 _signature_has = lru_cache(maxsize=32)(is_param_in_hook_signature)
 _call_callback_hooks, _call_lightning_module_hook = call._call_callback_hooks, call._call_lightning_module_hook
 _call_strategy_hook = call._call_strategy_hook
-_listening: dict[tuple[str, bool | None], tuple[list[Callback], list[Callback]]] = {}
+_listening: dict[str, tuple[list[Callback], list[Callback]]] = {}
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (call, "_call_callback_hooks", _callback_hooks),
     (call, "_call_lightning_module_hook", _module_hook),

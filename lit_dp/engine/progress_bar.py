@@ -11,7 +11,7 @@ DRAWINGS_PER_SECOND = 1
 
 
 class ProgressBar(RichProgressBar):
-    """As often as it is drawn it looks up what it shows; an epoch's last batch is always shown."""
+    """As often as it is drawn it looks up what it shows; an epoch's last batch is shown where it is known."""
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=DRAWINGS_PER_SECOND)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.core.hooks import DataHooks
 from torch.utils.data import Dataset, get_worker_info
 
 from lit_dp.engine.wrapping import Wrapping
@@ -54,21 +53,6 @@ def seed_step(
         device: the accelerator to seed beside the CPU.
     """
     seed_all(derive(seed, epoch, micro_batch, virtual_rank, purpose), device)
-
-
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-def draws_on_the_way(module: Any, datamodule: Any) -> bool:
-    """Whether what Lightning calls between a loader and a step may draw random numbers: hooks of the user's own,
-    unless their owner has an attribute `draws = False`."""
-    owners = (owner for owner in (module, datamodule) if owner is not None)
-    return any(_has_own_transfer(owner) and getattr(owner, "draws", True) for owner in owners)
-
-
-def _has_own_transfer(owner: Any) -> bool:
-    kind, own = type(owner), owner.__dict__
-    return any(hook in own or getattr(kind, hook) is not getattr(DataHooks, hook) for hook in TRANSFER_HOOKS)
 
 
 _aside = np.random.MT19937(0)

@@ -19,7 +19,7 @@ from lit_dp.engine.evaluation import ExactEvaluation, scheduled
 from lit_dp.engine.metric_states import taken_back, widen
 from lit_dp.engine.nonfinite import Mode, poisoned
 from lit_dp.engine.position import Position, move, next_to_read
-from lit_dp.engine.randomness import draws_on_the_way, seed_step
+from lit_dp.engine.randomness import seed_step
 from lit_dp.engine.samplers import TrainBatches
 from lit_dp.engine.sharding import Sharder
 from lit_dp.engine.step_values import StepValues
@@ -160,8 +160,7 @@ class ExactDDPStrategy(ExactEvaluation):
     # --- training ---
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        if draws_on_the_way(self.lightning_module, getattr(self.trainer, "datamodule", None)):
-            self.seed_draws("transfer", self.batches_begun)
+        self.seed_draws("transfer", self.batches_begun)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_start(self) -> None:
