@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,30 @@ def test_overhead_of_whole_epochs_and_memory(tmp_path: Path) -> None:
     for table in (bench_overhead.epochs_table(found), bench_overhead.steps_table({**found, "processes": 2})):
         assert "peak MB a rank" in str(table)
         assert "192 samples" in str(table)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "jobs"),
+    [
+        ("mlp", "epochs,memory", ["mlp", "mlp"]),  # on one process, and on two
+        ("cnn", "epochs,memory", []),  # beside its epochs
+        ("all", "epochs,memory", ["mlp", "mlp", "resnet18"]),
+        ("cnn", "memory", ["cnn"]),
+        ("cnn", "steps,epochs", ["cnn"]),
+    ],
+)
+def test_memory_is_measured_wherever_it_is_asked_for(
+    model: str, parts: str, jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(bench_overhead, "steps", lambda plan, parts: seen.append(plan.training.data.job) or {})
+    monkeypatch.setattr(bench_overhead, "epochs", lambda plan, parts: {})
+    for table in ("steps_table", "epochs_table"):
+        monkeypatch.setattr(bench_overhead, table, lambda measured: "")
+    options = Namespace(data=str(tmp_path), processes=2, repetitions=1, steps=2, epochs=1)
+    every = ["mlp", "cnn", "resnet18"] if model == "all" else [model]
+    bench_overhead._measured(options, every, "bd", parts.split(","), tmp_path)
+    assert seen == jobs
 
 
 def test_scaling(benched: Any) -> None:

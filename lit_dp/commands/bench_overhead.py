@@ -70,10 +70,10 @@ def _refuse(job: str, options: Namespace) -> None:
 def _measured(options: Namespace, jobs: list[str], kinds: str, parts: list[str], scratch: Path) -> tuple[dict, list]:
     results: dict[str, Any] = {"steps": [], "epochs": [], "start": []}
     tables = []
-    short = "steps" in parts or (
-        "memory" in parts and "epochs" not in parts
-    )  # memory is measured in what is run anyway
-    for plan in _plans(options, jobs, kinds, scratch) if short else []:
+    for plan in _plans(options, jobs, kinds, scratch):
+        by_epochs = plan.training.data.job == "cnn" and "epochs" in parts  # there its memory is measured, too
+        if "steps" not in parts and ("memory" not in parts or by_epochs):
+            continue
         measured = steps(plan, parts)
         results["steps"].append(measured)
         tables.append(steps_table(measured))
