@@ -240,17 +240,23 @@ def stop(launcher: str, case: Case, root: Path, send: Callable[[Launched], None]
     return run
 
 
-def goes_on(launcher: str, case: Case, root: Path, before: list[Launched], whole: Any) -> None:
-    """Run to the end: the same bits at every step as without a stop, every sample once in every epoch."""
+def goes_on(launcher: str, case: Case, root: Path, before: list[Launched], whole: Any) -> list[int]:
+    """Run to the end: the same bits at every step as without a stop, every sample once in every epoch.
+
+    The steps that were taken before and since, in their order: each once, if nothing was lost (`every_step`).
+    """
     folder = Path(tempfile.mkdtemp(dir=root))
     with launched(launcher, 2, fit, folder, root, replace(case, at="", sanity=0), folder=folder) as run:
         assert run.wait() == 0, run.err
     digests, steps = whole(case), [line for part in (*before, run) for line in part.notes("steps")]
     assert {step: digest for step, digest in map(str.split, steps) if digests[step] != digest} == {}
     assert run.notes("sha") == [digests["end"]]
-    taken = [int(line.split()[0]) for line in steps]
-    assert taken == list(range(1, case.epochs * STEPS // case.accumulate + 1))
     assert set(run.notes("epochs")) == {f"{4 * STEPS - 1} {4 * STEPS} 0 0"}  # one sample is padded
+    return [int(line.split()[0]) for line in steps]
+
+
+def every_step(case: Case) -> list[int]:
+    return list(range(1, case.epochs * STEPS // case.accumulate + 1))
 
 
 # --- the signal matrix ---
@@ -288,7 +294,7 @@ def test_whoever_gets_a_signal_at_whatever_distance(launcher: str, tmp_path: Pat
     rank 0 waits in: the last of them, after 300 ms, too."""
     case = Case(at="on_train_batch_start", epochs=3, rank=1, call=2, signum=0)
     stops = [stop(launcher, case, tmp_path, send) for send in PATTERNS.values()]
-    goes_on(launcher, case, tmp_path, stops, whole)
+    assert goes_on(launcher, case, tmp_path, stops, whole) == every_step(case)
 
 
 MOMENTS = {
@@ -323,7 +329,7 @@ BY_RANK += [
 def test_whenever_a_signal_comes(moment: str, rank: int, launcher: str, tmp_path: Path, whole: Any) -> None:
     case = replace(MOMENTS[moment], rank=rank)
     before = stop(launcher, case, tmp_path)
-    goes_on(launcher, case, tmp_path, [before], whole)
+    assert goes_on(launcher, case, tmp_path, [before], whole) == every_step(case)
 
 
 def test_a_signal_that_comes_before_all_ranks_listen(tmp_path: Path, whole: Any) -> None:
@@ -333,7 +339,7 @@ def test_a_signal_that_comes_before_all_ranks_listen(tmp_path: Path, whole: Any)
         time.sleep(case.pause / 2)
         os.kill(run.rank(0), signal.SIGTERM)
 
-    goes_on("lit_dp", case, tmp_path, [stop("lit_dp", case, tmp_path, later)], whole)
+    assert goes_on("lit_dp", case, tmp_path, [stop("lit_dp", case, tmp_path, later)], whole) == every_step(case)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -363,7 +369,7 @@ def test_a_signal_to_every_process_of_the_job(launcher: str, signum: int, tmp_pa
     case = Case(at="on_train_batch_start", call=2, signum=0, workers=2)
     before = stop(launcher, case, tmp_path, partial(_to_all, signum=signum, launcher=True))
     assert not any(map(_is_there, before.notes("workers")))
-    goes_on(launcher, case, tmp_path, [before], whole)
+    assert goes_on(launcher, case, tmp_path, [before], whole) == every_step(case)
 
 
 def test_loader_workers_that_heed_it_lose_the_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
